@@ -5,6 +5,10 @@
 
 #include "flashmsa.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 /* Heads are walked in *bundles* and *units*. A bundle is the smallest set of heads that shares nothing with another:
  * min(Hp, Hkv) of them, each with a whole number of main heads, key/value heads and proxy heads. A unit is the smallest
  * set that shares both one key/value head and one proxy head: max(Hp, Hkv) of them. Unit u has main heads
@@ -39,5 +43,9 @@ size_t fmsa_real_bytes(fmsa_dtype dtype);
 static inline int64_t fmsa_ceil_div(int64_t a, int64_t b) {
     return (a + b - 1) / b;
 }
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif

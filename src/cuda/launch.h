@@ -1,0 +1,67 @@
+/* How kernels are started and CUDA's errors reported. The launchers are C functions; the kernels behind them are C++.
+ */
+#ifndef FMSA_CUDA_LAUNCH_H
+#define FMSA_CUDA_LAUNCH_H
+
+#include <cuda_runtime_api.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "problem.h"
+#include "status.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* FMSA_OK, or FMSA_ERROR_CUDA with a sentence about `what` (a kernel's name, or "copying ..."). A failure is then also
+ * the runtime's last error: it is taken from there, because it was ours. An error that another caller left there is
+ * not touched, since only the code that our own call returned is looked at. */
+fmsa_status fmsa_cuda_status(const char *what, cudaError_t error);
+
+#ifdef __cplusplus
+}
+
+namespace fmsa {
+
+/* Starts a kernel with `shared` bytes of dynamic shared memory. An empty grid starts nothing. */
+template <typename... Parameters, typename... Arguments>
+fmsa_status launch(const char *name, void (*kernel)(Parameters...), dim3 grid, unsigned threads, size_t shared,
+                   cudaStream_t stream, Arguments... arguments) {
+    if (grid.x == 0 || grid.y == 0 || grid.z == 0) return FMSA_OK;
+    if (shared > 48 * 1024) {
+        const fmsa_status status = fmsa_cuda_status(
+            name, cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
+        if (status != FMSA_OK) return status;
+    }
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared;
+    config.stream = stream;
+    return fmsa_cuda_status(name, cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
+}
+
+} // namespace fmsa
+#endif
+
+/* Blocks of `threads` threads that cover count elements, for grid.x: at most 2^31 - 1, so a kernel that may meet more
+ * elements strides over them. */
+static inline unsigned fmsa_cuda_grid(int64_t count, int64_t threads) {
+    const int64_t blocks = fmsa_ceil_div(count, threads);
+    return (unsigned)(blocks < INT32_MAX ? blocks : INT32_MAX);
+}
+
+/* Memory handed out piece by piece: each piece is 256-byte aligned. Start with base NULL to learn the size alone. */
+typedef struct fmsa_cuda_arena {
+    char *base;
+    size_t used;
+} fmsa_cuda_arena;
+
+static inline void *fmsa_cuda_take(fmsa_cuda_arena *arena, int64_t count, size_t element_bytes) {
+    void *piece = arena->base == NULL ? NULL : arena->base + arena->used;
+    arena->used += ((size_t)count * element_bytes + 255) & ~(size_t)255;
+    return piece;
+}
+
+#endif
