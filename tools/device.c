@@ -1,0 +1,161 @@
+#include "device.h"
+
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifdef FMSA_WITH_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+/* An allocation is [header and leading guard | memory | trailing guard]; the header is the first bytes. The leading
+ * guard and the alignment are equal, so memory is aligned as the whole is. */
+enum { GUARD_BYTES = 4096, ALIGNMENT = 256 };
+
+typedef struct {
+    size_t bytes;
+} header;
+
+static void refuse(const char *what, const char *why) {
+    fprintf(stderr, "%s: %s\n", what, why);
+    exit(1);
+}
+
+void fmsa_tool_poison_host(void *memory, size_t bytes) {
+    unsigned char *byte = memory;
+    for (size_t i = 0; i < bytes; i++)
+        byte[i] = i % 2 ? 0x7f : 0xff;
+}
+
+bool fmsa_tool_is_poison(const void *memory, size_t bytes) {
+    const unsigned char *byte = memory;
+    for (size_t i = 0; i < bytes; i++) {
+        if (byte[i] != (i % 2 ? 0x7f : 0xff)) return false;
+    }
+    return true;
+}
+
+/* ---- The raw device. ---- */
+
+#ifdef FMSA_WITH_CUDA
+static void check_cuda(cudaError_t error, const char *what) {
+    if (error != cudaSuccess) refuse(what, cudaGetErrorString(error));
+}
+#endif
+
+static void *raw_alloc(const fmsa_tool_device *device, size_t bytes) {
+    void *memory = NULL;
+#ifdef FMSA_WITH_CUDA
+    if (device->kind == FMSA_DEVICE_CUDA) {
+        check_cuda(cudaMalloc(&memory, bytes), "cudaMalloc");
+        return memory;
+    }
+#endif
+    (void)device;
+    memory = aligned_alloc(ALIGNMENT, (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
+    if (memory == NULL) refuse("allocation", "out of memory");
+    return memory;
+}
+
+static void raw_free(const fmsa_tool_device *device, void *memory) {
+#ifdef FMSA_WITH_CUDA
+    if (device->kind == FMSA_DEVICE_CUDA) {
+        check_cuda(cudaFree(memory), "cudaFree");
+        return;
+    }
+#endif
+    (void)device;
+    free(memory);
+}
+
+void fmsa_tool_write(const fmsa_tool_device *device, void *destination, const void *host, size_t bytes) {
+    if (bytes == 0) return;
+#ifdef FMSA_WITH_CUDA
+    if (device->kind == FMSA_DEVICE_CUDA) {
+        check_cuda(cudaMemcpy(destination, host, bytes, cudaMemcpyHostToDevice), "cudaMemcpy to the device");
+        check_cuda(cudaDeviceSynchronize(), "cudaMemcpy to the device");
+        return;
+    }
+#endif
+    (void)device;
+    memcpy(destination, host, bytes);
+}
+
+void fmsa_tool_read(const fmsa_tool_device *device, void *host, const void *source, size_t bytes) {
+    if (bytes == 0) return;
+#ifdef FMSA_WITH_CUDA
+    if (device->kind == FMSA_DEVICE_CUDA) {
+        check_cuda(cudaDeviceSynchronize(), "work before cudaMemcpy from the device");
+        check_cuda(cudaMemcpy(host, source, bytes, cudaMemcpyDeviceToHost), "cudaMemcpy from the device");
+        return;
+    }
+#endif
+    (void)device;
+    memcpy(host, source, bytes);
+}
+
+bool fmsa_tool_synchronise(const fmsa_tool_device *device, const char **error) {
+    *error = "";
+#ifdef FMSA_WITH_CUDA
+    if (device->kind == FMSA_DEVICE_CUDA) {
+        const cudaError_t status = cudaDeviceSynchronize();
+        if (status != cudaSuccess) *error = cudaGetErrorString(status);
+        return status == cudaSuccess;
+    }
+#endif
+    (void)device;
+    return true;
+}
+
+bool fmsa_tool_device_open(fmsa_tool_device *device, fmsa_device kind) {
+    device->kind = kind;
+    return fmsa_device_count(kind) > 0;
+}
+
+/* ---- Guarded allocations. ---- */
+
+static header read_header(const fmsa_tool_device *device, const void *memory) {
+    header h;
+    fmsa_tool_read(device, &h, (const char *)memory - GUARD_BYTES, sizeof h);
+    return h;
+}
+
+void *fmsa_tool_alloc(const fmsa_tool_device *device, size_t bytes) {
+    char *base = raw_alloc(device, bytes + 2 * GUARD_BYTES);
+    char *memory = base + GUARD_BYTES;
+    const header h = {bytes};
+    char guard[GUARD_BYTES];
+    fmsa_tool_poison_host(guard, sizeof guard);
+    fmsa_tool_write(device, base, guard, sizeof guard);
+    fmsa_tool_write(device, base, &h, sizeof h);
+    fmsa_tool_write(device, memory + bytes, guard, sizeof guard);
+    fmsa_tool_poison(device, memory);
+    return memory;
+}
+
+void fmsa_tool_free(const fmsa_tool_device *device, void *memory) {
+    if (memory != NULL) raw_free(device, (char *)memory - GUARD_BYTES);
+}
+
+void fmsa_tool_poison(const fmsa_tool_device *device, void *memory) {
+    const size_t bytes = read_header(device, memory).bytes;
+    if (device->kind == FMSA_DEVICE_CPU) {
+        fmsa_tool_poison_host(memory, bytes);
+        return;
+    }
+    void *host = malloc(bytes > 0 ? bytes : 1);
+    if (host == NULL) refuse("poison", "out of memory");
+    fmsa_tool_poison_host(host, bytes);
+    fmsa_tool_write(device, memory, host, bytes);
+    free(host);
+}
+
+bool fmsa_tool_guards_intact(const fmsa_tool_device *device, const void *memory) {
+    const size_t bytes = read_header(device, memory).bytes;
+    char guard[GUARD_BYTES];
+    fmsa_tool_read(device, guard, (const char *)memory - GUARD_BYTES, sizeof guard);
+    if (!fmsa_tool_is_poison(guard + sizeof(header), sizeof guard - sizeof(header))) return false;
+    fmsa_tool_read(device, guard, (const char *)memory + bytes, sizeof guard);
+    return fmsa_tool_is_poison(guard, sizeof guard);
+}
