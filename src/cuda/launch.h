@@ -45,6 +45,13 @@ fmsa_status launch(const char *name, void (*kernel)(Parameters...), dim3 grid, u
 } // namespace fmsa
 #endif
 
+/* Leaves the launcher with the status of a call that failed. */
+#define FMSA_TRY(call)                                                                                                 \
+    do {                                                                                                               \
+        const fmsa_status try_status = (call);                                                                         \
+        if (try_status != FMSA_OK) return try_status;                                                                  \
+    } while (0)
+
 /* Blocks of `threads` threads that cover count elements, for grid.x: at most 2^31 - 1, so a kernel that may meet more
  * elements strides over them. */
 static inline unsigned fmsa_cuda_grid(int64_t count, int64_t threads) {
