@@ -163,6 +163,13 @@ static fmsa_status check_tensor(const fmsa_problem *problem, const fmsa_backend 
     return FMSA_OK;
 }
 
+/* kl and grad_kl: one optional value each. */
+static fmsa_status check_real(const signature *operation, fmsa_dtype dtype, const char *name, const void *value) {
+    if (is_aligned(value, fmsa_real_bytes(dtype))) return FMSA_OK;
+    return fmsa_fail(FMSA_ERROR_ARGUMENT, "%s: %s is %p; it must be a multiple of %zu bytes", operation->name, name,
+                     value, fmsa_real_bytes(dtype));
+}
+
 /* ---- Memory that the caller brings. ---- */
 
 static fmsa_status check_memory(const signature *operation, const char *name, const void *memory, size_t given,
@@ -242,9 +249,11 @@ static fmsa_status run(const fmsa_config *config, const fmsa_tensors *tensors, v
         status = check_tensor(&problem, backend, s, tensors, i);
         if (status != FMSA_OK) return status;
     }
-    if (!is_aligned(tensors->kl, fmsa_real_bytes(c->dtype)) && s->writes_kl) {
-        return fmsa_fail(FMSA_ERROR_ARGUMENT, "%s: kl is %p; it must be a multiple of %zu bytes", s->name, tensors->kl,
-                         fmsa_real_bytes(c->dtype));
+    if (s->writes_kl) {
+        status = check_real(s, c->dtype, "kl", tensors->kl);
+        if (status != FMSA_OK) return status;
+        status = check_real(s, c->dtype, "grad_kl", tensors->grad_kl);
+        if (status != FMSA_OK) return status;
     }
     size_t needed = 0;
     if (c->mode == FMSA_MODE_SPARSE && (s->reads_schedule || operation == FMSA_OPERATION_SCHEDULE)) {
