@@ -230,6 +230,10 @@ static void check_memory(fmsa_call *call, const void *workspace) {
     }
 }
 
+fmsa_status fmsa_call_invoke(const fmsa_call *call, fmsa_operation operation, void *workspace, size_t bytes) {
+    return functions[operation](&call->config, &call->tensors, workspace, bytes);
+}
+
 fmsa_status fmsa_call_run(fmsa_call *call, fmsa_operation operation) {
     size_t bytes = 0;
     fmsa_status status = fmsa_workspace_bytes(&call->config, operation, &bytes);
@@ -239,7 +243,7 @@ fmsa_status fmsa_call_run(fmsa_call *call, fmsa_operation operation) {
         if (!call->views[i].is_output) before[i] = checksum(&call->views[i], &call->device);
     }
     void *workspace = fmsa_tool_alloc(&call->device, bytes);
-    status = functions[operation](&call->config, &call->tensors, workspace, bytes);
+    status = fmsa_call_invoke(call, operation, workspace, bytes);
 
     call->complaint = NULL;
     const char *fault;

@@ -37,6 +37,9 @@ typedef struct fmsa_call {
 void fmsa_call_open(fmsa_call *call, const fmsa_case *c, const fmsa_tool_device *device);
 void fmsa_call_close(fmsa_call *call);
 
+/* The operation itself, with nothing around it. */
+fmsa_status fmsa_call_invoke(const fmsa_call *call, fmsa_operation operation, void *workspace, size_t bytes);
+
 /* Runs one operation with a poisoned workspace of exactly the size the library asks for, and waits for it. Complains
  * when a guard zone or a gap between the rows of an output was written, or the device reports a fault. */
 fmsa_status fmsa_call_run(fmsa_call *call, fmsa_operation operation);
