@@ -88,6 +88,33 @@ __device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+/* ---- Stores. ---- */
+
+__device__ __forceinline__ void store_shared_4(uint32_t address, uint32_t value) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_16(uint32_t address, const uint32_t (&value)[4]) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value[0]), "r"(value[1]), "r"(value[2]),
+                 "r"(value[3])
+                 : "memory");
+}
+
+/* Adds four neighbouring values to global memory, in no order that one can rely on. address is a multiple of 16 bytes.
+ * Compute capability 9.0 has one instruction for the four. */
+__device__ __forceinline__ void reduce_add_4(float *address, float a, float b, float c, float d) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a), "f"(b), "f"(c),
+                 "f"(d)
+                 : "memory");
+#else
+    atomicAdd(address, a);
+    atomicAdd(address + 1, b);
+    atomicAdd(address + 2, c);
+    atomicAdd(address + 3, d);
+#endif
+}
+
 /* ---- Conversions. ---- */
 
 /* The bits of x rounded to tf32 (10 bits of mantissa), to nearest. */
