@@ -112,9 +112,9 @@ static bool is_aligned(const void *pointer, size_t alignment) {
 
 /* Whether two elements of a view can be the same memory: then it cannot be written. */
 static bool overlaps_itself(const fmsa_tensor *t, int64_t rows, int64_t heads, int64_t dim) {
-    if (rows <= 1 && heads <= 1) return false;
-    if (rows <= 1) return t->head_stride < dim;
-    if (heads <= 1) return t->row_stride < dim;
+    if (rows == 0 || (rows == 1 && heads == 1)) return false;
+    if (rows == 1) return t->head_stride < dim;
+    if (heads == 1) return t->row_stride < dim;
     const bool heads_inside = t->head_stride >= dim && t->row_stride >= (heads - 1) * t->head_stride + dim;
     const bool rows_inside = t->row_stride >= dim && t->head_stride >= (rows - 1) * t->row_stride + dim;
     return !heads_inside && !rows_inside;
