@@ -90,7 +90,7 @@ void check_results(const fmsa_case *c, const results *r, const char *what) {
     fmsa_reference_evaluate(&c->config, &inputs, c->config.dtype, &same_type);
 
     fmsa_comparison comparisons[FMSA_QUANTITY_COUNT];
-    fmsa_compare(&c->config, &r->outputs, &same_type, &exact.outputs, comparisons);
+    fmsa_compare(c, &r->outputs, &same_type, &exact.outputs, comparisons);
     for (int i = 0; i < FMSA_QUANTITY_COUNT; i++) {
         check(comparisons[i].excess <= 1,
               "%s: %s has %.3g times the error it may have (relative to the tensor: %.3g; same type: %.3g)", what,

@@ -211,7 +211,8 @@ static void choose_fragments(fmsa_case *c, int64_t tokens, fmsa_random *random) 
     const int32_t block_size = c->config.block_size;
     int64_t q = 0, k = 0;
     for (int64_t documents = fmsa_random_int(random, 1, 5); documents > 0; documents--) {
-        const int64_t length = choose_length(random, block_size, tokens - k < tokens / 2 ? tokens - k : tokens / 2);
+        const int64_t left = k < tokens ? tokens - k : 0;
+        const int64_t length = choose_length(random, block_size, left < tokens / 2 ? left : tokens / 2);
         const int64_t kind = fmsa_random_int(random, 0, 7);
         if (kind == 0) {
             q = add_chunks(c, q, k, length, random);

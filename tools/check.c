@@ -179,9 +179,9 @@ static void check_case(report *r, const options *o, fmsa_dtype dtype, uint64_t s
         fmsa_reference_evaluate(&c.config, &inputs, FMSA_DTYPE_FP64, &exact);
         fmsa_reference_evaluate(&c.config, &inputs, dtype, &same_type);
         fmsa_comparison comparisons[FMSA_QUANTITY_COUNT];
-        fmsa_compare(&c.config, &apart, &same_type, &exact, comparisons);
+        fmsa_compare(&c, &apart, &same_type, &exact, comparisons);
         record(r, o, &c, seed, comparisons, false);
-        fmsa_compare(&c.config, &together, &same_type, &exact, comparisons);
+        fmsa_compare(&c, &together, &same_type, &exact, comparisons);
         record(r, o, &c, seed, comparisons, true);
     }
 

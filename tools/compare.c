@@ -40,20 +40,22 @@ static double excess_of(double error, double allowed) {
     return isfinite(error) ? error / allowed : INFINITY;
 }
 
-/* floor is in units of the lengths; extra is a length that every row may be off by, beside its own. */
-static fmsa_comparison compare_rows(const operands *o, double floor, double extra) {
+/* floor is in units of the lengths; least is a length that every row may be off by, beside that. */
+static fmsa_comparison compare_rows(const operands *o, double floor, double least) {
     const int64_t n = o->rows * o->dim;
     const double length = sqrt(squared_length(o->exact, n));
     const double error = sqrt(squared_error(o->result, o->exact, n));
     const double same_error = sqrt(squared_error(o->same_type, o->exact, n));
     const double mean_row = o->rows > 0 ? length / sqrt((double)o->rows) : 0;
-    double excess = excess_of(error, 2 * same_error + floor * (length + extra));
+    const double mean_same_error = o->rows > 0 ? same_error / sqrt((double)o->rows) : 0;
+    double excess = excess_of(error, 2 * same_error + floor * length + least * sqrt((double)o->rows));
     for (int64_t row = 0; row < o->rows; row++) {
         const double *exact = o->exact + row * o->dim;
         const double row_error = sqrt(squared_error(o->result + row * o->dim, exact, o->dim));
         const double same_row_error = sqrt(squared_error(o->same_type + row * o->dim, exact, o->dim));
         const double row_length = sqrt(squared_length(exact, o->dim));
-        excess = fmax(excess, excess_of(row_error, 2 * same_row_error + floor * (row_length + mean_row + extra)));
+        const double allowed = 2 * same_row_error + 4 * mean_same_error + floor * (row_length + mean_row) + least;
+        excess = fmax(excess, excess_of(row_error, allowed));
     }
     const double unit = length > 0 ? length : 1;
     return (fmsa_comparison){error / unit, same_error / unit, excess};
@@ -92,18 +94,53 @@ static double greatest_lse(const fmsa_config *c, const double *lse) {
     return greatest;
 }
 
-void fmsa_compare(const fmsa_config *config, const fmsa_reference_outputs *result,
-                  const fmsa_reference_outputs *same_type, const fmsa_reference_outputs *exact,
-                  fmsa_comparison comparisons[FMSA_QUANTITY_COUNT]) {
-    const double u = fmsa_unit_roundoff(config->dtype);
-    const double w = config->dtype == FMSA_DTYPE_FP64 ? u : fmsa_unit_roundoff(FMSA_DTYPE_FP32);
-    const double softmax_floor = 8 * (1 + greatest_lse(config, exact->lse)) * w;
-    const double rows = (double)config->total_q * config->num_proxy_heads;
+static double mean_row_length(const double *values, int64_t rows, int64_t dim) {
+    return rows > 0 ? sqrt(squared_length(values, rows * dim) / (double)rows) : 0;
+}
+
+/* The length of the terms whose difference is the quantity, for a typical row: dS is made of dP and delta, dS_proxy of
+ * two probabilities, a divergence of two logarithms. The terms can cancel to nothing, their roundings do not. */
+static double cancelling_length(const fmsa_case *c, fmsa_quantity quantity) {
+    const fmsa_config *g = &c->config;
+    const double q_rows = (double)g->total_q * g->num_proxy_heads;
+    const double divisor = g->kl_count > 0 ? (double)g->kl_count : fmax(q_rows, 1);
+    const double main_scale = g->softmax_scale > 0 ? g->softmax_scale : 1 / sqrt((double)g->head_dim);
+    const double proxy_scale = g->proxy_scale > 0 ? g->proxy_scale : 1 / sqrt((double)g->proxy_head_dim);
+    const double dp = mean_row_length(c->dout, g->total_q * g->num_heads, g->head_dim) *
+                      mean_row_length(c->v, g->total_k * g->num_kv_heads, g->head_dim);
+    const double factor = fabs(c->grad_kl) * proxy_scale / divisor;
+    switch (quantity) {
+    case FMSA_QUANTITY_DQ:
+        return main_scale * dp * mean_row_length(c->k, g->total_k * g->num_kv_heads, g->head_dim);
+    case FMSA_QUANTITY_DK:
+        return main_scale * dp * mean_row_length(c->q, g->total_q * g->num_heads, g->head_dim);
+    case FMSA_QUANTITY_DQ_PROXY:
+        return factor * mean_row_length(c->k_proxy, g->total_k * g->num_proxy_kv_heads, g->proxy_head_dim);
+    case FMSA_QUANTITY_DK_PROXY:
+        return factor * mean_row_length(c->q_proxy, g->total_q * g->num_proxy_heads, g->proxy_head_dim);
+    case FMSA_QUANTITY_KL:
+        return q_rows / divisor;
+    case FMSA_QUANTITY_OUT:
+    case FMSA_QUANTITY_LSE:
+    case FMSA_QUANTITY_DV:
+    case FMSA_QUANTITY_COUNT:
+        break;
+    }
+    return 0;
+}
+
+void fmsa_compare(const fmsa_case *c, const fmsa_reference_outputs *result, const fmsa_reference_outputs *same_type,
+                  const fmsa_reference_outputs *exact, fmsa_comparison comparisons[FMSA_QUANTITY_COUNT]) {
+    const fmsa_config *g = &c->config;
+    const double u = fmsa_unit_roundoff(g->dtype);
+    const double w = g->dtype == FMSA_DTYPE_FP64 ? u : fmsa_unit_roundoff(FMSA_DTYPE_FP32);
+    const double softmax_floor = 8 * (1 + greatest_lse(g, exact->lse)) * w;
     for (int i = 0; i < FMSA_QUANTITY_COUNT; i++) {
-        const operands o = operands_of(config, result, same_type, exact, (fmsa_quantity)i);
-        const bool narrow = i != FMSA_QUANTITY_LSE && i != FMSA_QUANTITY_KL;
-        const double kl_rows = config->kl_count > 0 ? rows / (double)config->kl_count : 1;
-        comparisons[i] = compare_rows(&o, 4 * (narrow ? u : w) + softmax_floor, i == FMSA_QUANTITY_KL ? kl_rows : 0);
+        const fmsa_quantity quantity = (fmsa_quantity)i;
+        const operands o = operands_of(g, result, same_type, exact, quantity);
+        const bool narrow = quantity != FMSA_QUANTITY_LSE && quantity != FMSA_QUANTITY_KL;
+        comparisons[i] =
+            compare_rows(&o, 4 * (narrow ? u : w) + softmax_floor, softmax_floor * cancelling_length(c, quantity));
     }
 }
 

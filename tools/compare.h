@@ -1,12 +1,15 @@
-/* The rule that results are held to. The error of a result against the exact evaluation is at most twice the error of
- * a plain evaluation in the same type, plus a floor; in every row, and over the whole tensor.
+/* The rule that results are held to. Over the whole tensor, the error of a result against the exact evaluation is at
+ * most twice the error of a plain evaluation in the same type, plus a floor. In each row it is at most twice the plain
+ * evaluation's error in that row, plus four times its root mean square error of a row, plus a floor: one rounded number
+ * (delta, a probability near 1) can make up a row's whole error, and then how much smaller the plain evaluation's is
+ * there is chance.
  *
  * The floor of a row is (4 u + 8 (1 + L) w) times the length of the row plus the root mean square length of all rows:
  * u is the unit roundoff of the tensors' type and w that of the type that softmax is computed in (fp32, or fp64 with
  * fp64 tensors), and L the greatest |lse| of the case, since a rounded score or LSE of size L changes a probability by
- * w L. lse and kl are of the softmax's type: u is w for them. A kl value of 0 may be off by as much as one of 1 per
- * row. The whole tensor's floor is the same with its length for the row's. Infinite values must be met exactly, and NaN
- * is always an error. */
+ * w L. lse and kl are of the softmax's type: u is w for them. Where the quantity is a difference of terms that can
+ * cancel (dP - delta, r - w, log w - log r), 8 (1 + L) w times the length of the terms is added. The whole tensor's
+ * floor is the same with its length for the row's. Infinite values must be met exactly, and NaN is always an error. */
 #ifndef FMSA_TOOL_COMPARE_H
 #define FMSA_TOOL_COMPARE_H
 
@@ -35,9 +38,8 @@ typedef struct fmsa_comparison {
 
 const char *fmsa_quantity_name(fmsa_quantity quantity);
 
-void fmsa_compare(const fmsa_config *config, const fmsa_reference_outputs *result,
-                  const fmsa_reference_outputs *same_type, const fmsa_reference_outputs *exact,
-                  fmsa_comparison comparisons[FMSA_QUANTITY_COUNT]);
+void fmsa_compare(const fmsa_case *c, const fmsa_reference_outputs *result, const fmsa_reference_outputs *same_type,
+                  const fmsa_reference_outputs *exact, fmsa_comparison comparisons[FMSA_QUANTITY_COUNT]);
 
 /* Whether indices [Hp, Tq, k] are a right selection: ascending, min(k, visible) of them and then -1, every forced block
  * that fits, and no block left out whose exact score is greater than that of a chosen one by more than the rounding of

@@ -194,6 +194,9 @@ static double proxy_row(const evaluation *e, int64_t row, int64_t proxy_head, ro
 
 /* ---- All rows. Heads that add to one key head belong to one thread, so sums have one order. ---- */
 
+/* Starting threads costs more than a few rows do. */
+enum { LEAST_PARALLEL_ROWS = 100 };
+
 static row_memory open_row_memory(const evaluation *e) {
     const size_t n = (size_t)e->longest_fragment;
     return (row_memory){fmsa_zeros(n, sizeof(int64_t)), fmsa_zeros(n, sizeof(double)), fmsa_zeros(n, sizeof(double)),
@@ -210,7 +213,7 @@ static void close_row_memory(row_memory *m) {
 static void evaluate_main(const evaluation *e) {
     const fmsa_config *c = e->config;
     const int32_t sharing = c->num_heads / c->num_kv_heads;
-#pragma omp parallel for
+#pragma omp parallel for if (c->total_q >= LEAST_PARALLEL_ROWS)
     for (int32_t kv_head = 0; kv_head < c->num_kv_heads; kv_head++) {
         row_memory memory = open_row_memory(e);
         for (int64_t row = 0; row < c->total_q; row++) {
@@ -228,7 +231,7 @@ static void evaluate_proxy(const evaluation *e) {
     const fmsa_config *c = e->config;
     const int32_t sharing = c->num_proxy_heads / c->num_proxy_kv_heads;
     double *divergence = fmsa_zeros((size_t)c->num_proxy_kv_heads, sizeof *divergence);
-#pragma omp parallel for
+#pragma omp parallel for if (c->total_q >= LEAST_PARALLEL_ROWS)
     for (int32_t kv_head = 0; kv_head < c->num_proxy_kv_heads; kv_head++) {
         row_memory memory = open_row_memory(e);
         for (int64_t row = 0; row < c->total_q; row++) {
