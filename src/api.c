@@ -224,7 +224,7 @@ static fmsa_status open_problem(fmsa_problem *problem, const fmsa_backend **back
 static fmsa_status run(const fmsa_config *config, const fmsa_tensors *tensors, void *workspace, size_t workspace_bytes,
                        fmsa_operation operation) {
     fmsa_problem problem;
-    const fmsa_backend *backend;
+    const fmsa_backend *backend = NULL;
     fmsa_status status = open_problem(&problem, &backend, config, operation);
     if (status != FMSA_OK) return status;
     const signature *s = &signatures[operation];
@@ -274,7 +274,7 @@ static fmsa_status run(const fmsa_config *config, const fmsa_tensors *tensors, v
 
 fmsa_status fmsa_workspace_bytes(const fmsa_config *config, fmsa_operation operation, size_t *bytes) {
     fmsa_problem problem;
-    const fmsa_backend *backend;
+    const fmsa_backend *backend = NULL;
     fmsa_status status = open_problem(&problem, &backend, config, operation);
     if (status != FMSA_OK) return status;
     if (bytes == NULL) return fmsa_fail(FMSA_ERROR_ARGUMENT, "bytes is NULL; it must point to a size_t");
@@ -283,7 +283,7 @@ fmsa_status fmsa_workspace_bytes(const fmsa_config *config, fmsa_operation opera
 
 fmsa_status fmsa_schedule_bytes(const fmsa_config *config, size_t *bytes) {
     fmsa_problem problem;
-    const fmsa_backend *backend;
+    const fmsa_backend *backend = NULL;
     fmsa_status status = open_problem(&problem, &backend, config, FMSA_OPERATION_SCHEDULE);
     if (status != FMSA_OK) return status;
     if (bytes == NULL) return fmsa_fail(FMSA_ERROR_ARGUMENT, "bytes is NULL; it must point to a size_t");
@@ -330,12 +330,12 @@ const char *fmsa_build_info(void) {
 }
 
 int32_t fmsa_device_count(fmsa_device device) {
-    const fmsa_backend *backend;
+    const fmsa_backend *backend = NULL;
     return choose_backend(device, &backend) == FMSA_OK ? backend->device_count() : 0;
 }
 
 fmsa_status fmsa_device_description(fmsa_device device, int32_t index, char *text, size_t size) {
-    const fmsa_backend *backend;
+    const fmsa_backend *backend = NULL;
     fmsa_status status = choose_backend(device, &backend);
     if (status != FMSA_OK) return status;
     if (text == NULL || size == 0) return fmsa_fail(FMSA_ERROR_ARGUMENT, "text is NULL or size 0; both must be given");
