@@ -182,12 +182,9 @@ static const char *check_order(const int32_t *indices, int64_t top_k, int64_t ex
     return NULL;
 }
 
-static const char *check_forced(const block_memory *m, int64_t top_k, int64_t blocks) {
-    int64_t room = top_k;
-    for (int64_t b = blocks - 1; b >= 0 && room > 0; b--) {
-        if (!m->forced[b]) continue;
-        if (!m->chosen[b]) return "a forced block is missing";
-        room--;
+static const char *check_forced(const block_memory *m, int64_t blocks) {
+    for (int64_t b = 0; b < blocks; b++) {
+        if (m->forced[b] && !m->chosen[b]) return "a forced block is missing";
     }
     return NULL;
 }
@@ -208,7 +205,7 @@ static const char *check_row(const fmsa_case *c, const int32_t *block_indices, i
     const int64_t blocks = fmsa_reference_row_blocks(g, c->q_proxy, c->k_proxy, row, proxy_head, m->maxima, m->forced);
     const int64_t expected = blocks < g->top_k ? blocks : g->top_k;
     const char *wrong = check_order(indices, g->top_k, expected, blocks, m->chosen);
-    if (wrong == NULL) wrong = check_forced(m, g->top_k, blocks);
+    if (wrong == NULL) wrong = check_forced(m, blocks);
     if (wrong == NULL) wrong = check_scores(m, blocks, score_tolerance(c, row, proxy_head));
     return wrong;
 }

@@ -290,6 +290,20 @@ void fmsa_reference_evaluate(const fmsa_config *config, const fmsa_reference_inp
 
 /* ---- Selection. ---- */
 
+/* The newest blocks go first, then the first ones from block 0 up, as far as there are slots. */
+static void mark_forced(const fmsa_config *c, int64_t blocks, unsigned char *forced) {
+    int64_t slots = c->top_k;
+    for (int64_t b = 0; b < blocks; b++)
+        forced[b] = 0;
+    for (int64_t b = blocks - 1; b >= 0 && b >= blocks - c->local_blocks && slots > 0; b--, slots--)
+        forced[b] = 1;
+    for (int64_t b = 0; b < blocks && b < c->init_blocks && slots > 0; b++) {
+        if (forced[b]) continue;
+        forced[b] = 1;
+        slots--;
+    }
+}
+
 int64_t fmsa_reference_row_blocks(const fmsa_config *config, const double *q_proxy, const double *k_proxy, int64_t row,
                                   int32_t proxy_head, double *maxima, unsigned char *forced) {
     const int64_t fragment = find_fragment(config, row);
@@ -308,8 +322,7 @@ int64_t fmsa_reference_row_blocks(const fmsa_config *config, const double *q_pro
         if (block == blocks) maxima[blocks++] = score;
         if (isnan(maxima[block]) || score > maxima[block]) maxima[block] = score;
     }
-    for (int64_t b = 0; b < blocks; b++)
-        forced[b] = b < config->init_blocks || b >= blocks - config->local_blocks;
+    mark_forced(config, blocks, forced);
     return blocks;
 }
 
@@ -322,8 +335,8 @@ static bool ranks_above(double a, double b) {
 /* Marks the min(k, blocks) chosen blocks. */
 static void choose(int64_t top_k, int64_t blocks, const double *maxima, const unsigned char *forced, bool *chosen) {
     int64_t count = 0;
-    for (int64_t b = blocks - 1; b >= 0; b--) {
-        chosen[b] = forced[b] && count < top_k;
+    for (int64_t b = 0; b < blocks; b++) {
+        chosen[b] = forced[b];
         count += chosen[b];
     }
     for (; count < top_k && count < blocks; count++) {

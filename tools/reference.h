@@ -29,7 +29,8 @@ void fmsa_reference_select(const fmsa_config *config, const double *q_proxy, con
                            int32_t *block_indices);
 
 /* The blocks that (row, proxy head) sees: their count, and the greatest score in each in maxima (room for as many as
- * the longest fragment has), NaN where every score is NaN. Sets forced[b] where block b is kept whatever its score. */
+ * the longest fragment has), NaN where every score is NaN. Sets forced[b] where block b is kept whatever its
+ * score, and clears it elsewhere. */
 int64_t fmsa_reference_row_blocks(const fmsa_config *config, const double *q_proxy, const double *k_proxy, int64_t row,
                                   int32_t proxy_head, double *maxima, unsigned char *forced);
 
