@@ -17,22 +17,22 @@ static void check_random_cases(fmsa_dtype dtype, uint64_t first_seed, int count)
 
 static void test_bf16(void **state) {
     (void)state;
-    check_random_cases(FMSA_DTYPE_BF16, 1000, 40);
+    check_random_cases(FMSA_DTYPE_BF16, 1000, 30);
 }
 
 static void test_fp16(void **state) {
     (void)state;
-    check_random_cases(FMSA_DTYPE_FP16, 2000, 40);
+    check_random_cases(FMSA_DTYPE_FP16, 2000, 30);
 }
 
 static void test_fp32(void **state) {
     (void)state;
-    check_random_cases(FMSA_DTYPE_FP32, 3000, 40);
+    check_random_cases(FMSA_DTYPE_FP32, 3000, 30);
 }
 
 static void test_fp64(void **state) {
     (void)state;
-    check_random_cases(FMSA_DTYPE_FP64, 4000, 40);
+    check_random_cases(FMSA_DTYPE_FP64, 4000, 30);
 }
 
 int main(void) {

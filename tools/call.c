@@ -97,8 +97,11 @@ static bool gaps_intact(const fmsa_call_view *view, const fmsa_tool_device *devi
 static uint64_t checksum(const fmsa_call_view *view, const fmsa_tool_device *device) {
     unsigned char *host = read_memory(device, view->memory, view->bytes);
     uint64_t hash = 14695981039346656037u;
-    for (size_t i = 0; i < view->bytes; i++)
-        hash = (hash ^ host[i]) * 1099511628211u;
+    for (size_t i = 0; i < view->bytes; i += sizeof(uint64_t)) {
+        uint64_t word = 0;
+        memcpy(&word, host + i, view->bytes - i < sizeof word ? view->bytes - i : sizeof word);
+        hash = (hash ^ word) * 1099511628211u;
+    }
     free(host);
     return hash;
 }

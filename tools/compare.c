@@ -189,13 +189,14 @@ static const char *check_forced(const block_memory *m, int64_t blocks) {
     return NULL;
 }
 
-static const char *check_scores(const block_memory *m, int64_t blocks, double tolerance) {
+/* How much greater a block left out is than one chosen; not above 0 when the choice is right. */
+static double score_gap(const block_memory *m, int64_t blocks) {
     double least_chosen = INFINITY, greatest_left = -INFINITY;
     for (int64_t b = 0; b < blocks; b++) {
         if (m->chosen[b] && !m->forced[b]) least_chosen = fmin(least_chosen, m->maxima[b]);
         if (!m->chosen[b] && !m->forced[b]) greatest_left = fmax(greatest_left, m->maxima[b]);
     }
-    return least_chosen < greatest_left - tolerance ? "a block with a greater score was left out" : NULL;
+    return greatest_left > least_chosen ? greatest_left - least_chosen : 0;
 }
 
 static const char *check_row(const fmsa_case *c, const int32_t *block_indices, int64_t row, int32_t proxy_head,
@@ -206,8 +207,9 @@ static const char *check_row(const fmsa_case *c, const int32_t *block_indices, i
     const int64_t expected = blocks < g->top_k ? blocks : g->top_k;
     const char *wrong = check_order(indices, g->top_k, expected, blocks, m->chosen);
     if (wrong == NULL) wrong = check_forced(m, blocks);
-    if (wrong == NULL) wrong = check_scores(m, blocks, score_tolerance(c, row, proxy_head));
-    return wrong;
+    if (wrong != NULL) return wrong;
+    const double gap = score_gap(m, blocks);
+    return gap > 0 && gap > score_tolerance(c, row, proxy_head) ? "a block with a greater score was left out" : NULL;
 }
 
 bool fmsa_compare_selection(const fmsa_case *c, const int32_t *block_indices, char *complaint, size_t size) {
