@@ -47,12 +47,12 @@ extern "C" {
 /* ---- Status ------------------------------------------------------------------------------------------------- */
 
 /* X(name, value, meaning): every status a call can return. */
-#define FMSA_STATUS_MAP(X)                                                                                     \
-    X(FMSA_OK, 0, "success")                                                                                   \
-    X(FMSA_ERROR_ARGUMENT, 1, "an argument is wrong")                                                          \
-    X(FMSA_ERROR_UNSUPPORTED, 2, "the arguments are valid, but this backend cannot run them")                  \
-    X(FMSA_ERROR_WORKSPACE, 3, "the workspace, the schedule or the scratch limit is too small")                \
-    X(FMSA_ERROR_DEVICE, 4, "the device is missing, too old, or its driver is")                                \
+#define FMSA_STATUS_MAP(X)                                                                                             \
+    X(FMSA_OK, 0, "success")                                                                                           \
+    X(FMSA_ERROR_ARGUMENT, 1, "an argument is wrong")                                                                  \
+    X(FMSA_ERROR_UNSUPPORTED, 2, "the arguments are valid, but this backend cannot run them")                          \
+    X(FMSA_ERROR_WORKSPACE, 3, "the workspace, the schedule or the scratch limit is too small")                        \
+    X(FMSA_ERROR_DEVICE, 4, "the device is missing, too old, or its driver is")                                        \
     X(FMSA_ERROR_CUDA, 5, "a CUDA call failed")
 
 typedef enum fmsa_status {
@@ -205,8 +205,8 @@ FMSA_API fmsa_status fmsa_schedule_bytes(const fmsa_config *config, size_t *byte
  * call and mean nothing after it. Optional outputs are skipped, with their work, when their data is NULL. */
 
 /* q_proxy, k_proxy -> block_indices. Each (token, proxy head) gets min(k, visible blocks) distinct blocks, ascending,
- * then -1: the local_blocks newest, the init_blocks first, then those with the greatest max-pooled score; equal scores
- * go to the lower block, NaN ranks last. An error in dense mode. */
+ * then -1: the local_blocks newest and the init_blocks first (the newest of these if k is too small), then those with
+ * the greatest max-pooled score; equal scores go to the lower block, NaN ranks last. An error in dense mode. */
 FMSA_API fmsa_status fmsa_select(const fmsa_config *config, const fmsa_tensors *tensors, void *workspace,
                                  size_t workspace_bytes);
 

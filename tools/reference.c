@@ -290,17 +290,12 @@ void fmsa_reference_evaluate(const fmsa_config *config, const fmsa_reference_inp
 
 /* ---- Selection. ---- */
 
-/* The newest blocks go first, then the first ones from block 0 up, as far as there are slots. */
+/* The local and the init blocks, the newest first, as far as there are slots. */
 static void mark_forced(const fmsa_config *c, int64_t blocks, unsigned char *forced) {
     int64_t slots = c->top_k;
-    for (int64_t b = 0; b < blocks; b++)
-        forced[b] = 0;
-    for (int64_t b = blocks - 1; b >= 0 && b >= blocks - c->local_blocks && slots > 0; b--, slots--)
-        forced[b] = 1;
-    for (int64_t b = 0; b < blocks && b < c->init_blocks && slots > 0; b++) {
-        if (forced[b]) continue;
-        forced[b] = 1;
-        slots--;
+    for (int64_t b = blocks - 1; b >= 0; b--) {
+        forced[b] = slots > 0 && (b >= blocks - c->local_blocks || b < c->init_blocks);
+        slots -= forced[b];
     }
 }
 

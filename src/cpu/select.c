@@ -127,14 +127,15 @@ static void sift_down(const task *t, int64_t size) {
     }
 }
 
-/* Marks the forced blocks of a row that sees `visible` blocks; returns how many of k slots are left. */
+/* Marks the forced blocks of a row that sees `visible` blocks, the newest first; returns how many of k slots are left. */
 static int64_t choose_forced(const task *t, int64_t visible) {
     const fmsa_config *c = &t->call->problem->config;
     uint8_t *chosen = t->memory.chosen;
     int64_t left = c->top_k;
     for (int64_t i = 0; i < c->local_blocks && i < visible && left > 0; i++, left--)
         chosen[visible - 1 - i] = 1;
-    for (int64_t b = 0; b < c->init_blocks && b < visible && left > 0; b++) {
+    const int64_t init_blocks = c->init_blocks < visible ? c->init_blocks : visible;
+    for (int64_t b = init_blocks - 1; b >= 0 && left > 0; b--) {
         if (!chosen[b]) left--;
         chosen[b] = 1;
     }

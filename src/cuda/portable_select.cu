@@ -331,14 +331,16 @@ constexpr uint32_t forced = 0xffffffffu;
 
 /* A row's blocks, and which of them its team must keep. */
 struct selection {
-    int32_t visible, take;         /* blocks, and how many of them are kept */
-    int32_t init_end, local_begin; /* forced: blocks below init_end, and from local_begin on */
+    int32_t visible, take;        /* blocks, and how many of them are kept */
+    int32_t init_begin, init_end; /* forced, the newest first where k is too small: these, */
+    int32_t local_begin;          /* and the blocks from here on */
 
     __device__ selection(int32_t visible, int32_t top_k, int32_t local_blocks, int32_t init_blocks)
         : visible(visible), take(min(visible, top_k)) {
         const int32_t local = min(local_blocks, take);
         local_begin = visible - local;
-        init_end = min(init_blocks, take - local);
+        init_end = min(init_blocks, local_begin);
+        init_begin = max(0, init_end - (take - local));
     }
 };
 
@@ -387,7 +389,7 @@ __device__ void load_preferences(uint32_t (&keys)[count], const float *scores, c
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             const int32_t block = first + i + j;
-            const bool must = block < s.init_end || block >= s.local_begin;
+            const bool must = (block >= s.init_begin && block < s.init_end) || block >= s.local_begin;
             keys[i + j] = block >= s.visible ? 0 : must ? forced : preference(part[j]);
         }
     }
