@@ -2,7 +2,8 @@
  *
  * Query rows are cut into segments of a power of two of rows; a *run* is the edges of one (proxy head, block id,
  * segment). Then
- *   rows       sort and clean each row's block indices, and count the edges of each run (atomic, order irrelevant);
+ *   rows       sort and clean each row's block indices, and count the edges of each run (atomic, order irrelevant;
+ *              neighbouring rows use different copies of the counts, since most of them count the same few runs);
  *   scans      turn the counts into the place of each run, in the order (proxy head, block id, segment);
  *   scatter    write each edge somewhere within its run (atomic: this order is not repeatable);
  *   order      put each run in the order of its rows through a bitmap of the segment's rows: a row occurs at most once
@@ -24,10 +25,15 @@ constexpr int32_t absent = INT32_MAX; /* an entry of a row that is not to be use
 struct runs {
     int64_t blocks;   /* NB */
     int64_t segments; /* per list */
-    int32_t shift;    /* rows per segment, as a power of two */
+    int64_t total;
+    int32_t shift;  /* rows per segment, as a power of two */
+    int32_t copies; /* of the counts: [copies][total] */
 
     __device__ int64_t index(int32_t proxy_head, int32_t block, int32_t row) const {
         return (proxy_head * blocks + block) * segments + (row >> shift);
+    }
+    __device__ int64_t copy_offset(int32_t row) const {
+        return row % copies * total;
     }
 };
 
@@ -63,7 +69,7 @@ __device__ void drop_duplicates(int32_t *entries, int32_t top_k, int lane) {
 
 /* One warp a (proxy head, row): block ids ascending into row_block, their number into row_count. */
 __global__ void __launch_bounds__(rows_threads)
-    clean_rows(fmsa_tensor block_indices, fmsa_cuda_schedule schedule, int32_t *run_count, runs runs, int32_t heads,
+    clean_rows(fmsa_tensor block_indices, fmsa_cuda_schedule schedule, int32_t *counts, runs runs, int32_t heads,
                int32_t total_q, int32_t top_k, int32_t slots, int32_t block_size) {
     __shared__ int32_t shared_entries[rows_per_block][max_top_k];
     const int lane = threadIdx.x % 32;
@@ -95,7 +101,7 @@ __global__ void __launch_bounds__(rows_threads)
                     rank += entries[j] < block;
             }
             schedule.row_block[index * slots + rank] = first_block + block;
-            atomicAdd(&run_count[runs.index(proxy_head, first_block + block, row)], 1);
+            atomicAdd(&counts[runs.copy_offset(row) + runs.index(proxy_head, first_block + block, row)], 1);
             count++;
         }
     }
@@ -109,11 +115,14 @@ __global__ void __launch_bounds__(rows_threads)
 
 constexpr int tile_threads = 256, tile_runs = 4096, sums_threads = 1024;
 
-__global__ void __launch_bounds__(tile_threads) sum_tiles(const int32_t *run_count, int64_t *tile_sum, int64_t count) {
+__global__ void __launch_bounds__(tile_threads) sum_tiles(const int32_t *counts, int64_t *tile_sum, runs runs) {
     const int64_t tile = (int64_t)blockIdx.x * tile_runs;
     int64_t sum = 0, total;
-    for (int64_t i = tile + threadIdx.x; i < min(tile + tile_runs, count); i += tile_threads)
-        sum += run_count[i];
+    for (int32_t copy = 0; copy < runs.copies; copy++) {
+        for (int64_t i = tile + threadIdx.x; i < min(tile + tile_runs, runs.total); i += tile_threads) {
+            sum += counts[copy * runs.total + i];
+        }
+    }
     fmsa::block_exclusive_scan<tile_threads>(sum, (int64_t)0, fmsa::add(), total);
     if (threadIdx.x == 0) tile_sum[blockIdx.x] = total;
 }
@@ -131,23 +140,28 @@ __global__ void __launch_bounds__(sums_threads) scan_sums(int64_t *sums, int64_t
     if (threadIdx.x == 0) sums[count] = before;
 }
 
-__global__ void __launch_bounds__(tile_threads)
-    place_runs(const int32_t *run_count, const int64_t *tile_sum, int64_t *run_cursor, int64_t *list_begin,
-               int64_t count, int64_t segments) {
-    constexpr int per_thread = tile_runs / tile_threads;
-    const int64_t tile = (int64_t)blockIdx.x * tile_runs, begin = tile + threadIdx.x * per_thread;
-    const int64_t end = min(begin + per_thread, count);
-    int64_t sum = 0, total;
-    for (int64_t i = begin; i < end; i++)
-        sum += run_count[i];
-    int64_t place =
-        tile_sum[blockIdx.x] + fmsa::block_exclusive_scan<tile_threads>(sum, (int64_t)0, fmsa::add(), total);
-    for (int64_t i = begin; i < end; i++) {
-        run_cursor[i] = place;
-        if (i % segments == 0) list_begin[i / segments] = place;
-        place += run_count[i];
+/* The place of each run, and each copy's part within it: counts become the offset of the copy's first edge. */
+__global__ void __launch_bounds__(tile_threads) place_runs(int32_t *counts, const int64_t *tile_sum, int64_t *run_begin,
+                                                           int32_t *run_edges, int64_t *list_begin, runs runs) {
+    const int64_t tile = (int64_t)blockIdx.x * tile_runs;
+    int64_t tile_begin = tile_sum[blockIdx.x];
+    for (int64_t first = tile; first < min(tile + tile_runs, runs.total); first += tile_threads) {
+        const int64_t run = first + threadIdx.x;
+        int32_t edges = 0, total;
+        for (int32_t copy = 0; copy < runs.copies && run < runs.total; copy++) {
+            int32_t *count = &counts[copy * runs.total + run];
+            const int32_t before = edges;
+            edges += *count;
+            *count = before;
+        }
+        const int64_t begin = tile_begin + fmsa::block_exclusive_scan<tile_threads>(edges, 0, fmsa::add(), total);
+        tile_begin += total;
+        if (run >= runs.total) continue;
+        run_begin[run] = begin;
+        run_edges[run] = edges;
+        if (run % runs.segments == 0) list_begin[run / runs.segments] = begin;
+        if (run == runs.total - 1) list_begin[runs.total / runs.segments] = begin + edges;
     }
-    if (begin < count && end == count) list_begin[count / segments] = place;
 }
 
 /* ---- Edges --------------------------------------------------------------------------------------------------- */
@@ -155,11 +169,10 @@ __global__ void __launch_bounds__(tile_threads)
 constexpr int scatter_threads = 256, slot_bits = 7;
 static_assert(1 << slot_bits >= max_top_k, "a slot fits its bits of a packed edge");
 
-/* Until order_runs has been there, edge_row holds (row within the segment, slot) packed together. Afterwards
- * run_cursor stands at the end of each run. */
+/* Until order_runs has been there, edge_row holds (row within the segment, slot) packed together. */
 __global__ void __launch_bounds__(scatter_threads)
-    scatter_edges(fmsa_cuda_schedule schedule, int64_t *run_cursor, runs runs, int32_t heads, int32_t total_q,
-                  int32_t slots) {
+    scatter_edges(fmsa_cuda_schedule schedule, const int64_t *run_begin, int32_t *copy_offset, runs runs, int32_t heads,
+                  int32_t total_q, int32_t slots) {
     const int64_t edge = (int64_t)blockIdx.x * scatter_threads + threadIdx.x;
     if (edge >= (int64_t)heads * total_q * slots) return;
     const int32_t block = schedule.row_block[edge];
@@ -168,12 +181,12 @@ __global__ void __launch_bounds__(scatter_threads)
     const int32_t slot = (int32_t)(edge % slots);
     const int32_t proxy_head = (int32_t)(index / total_q), row = (int32_t)(index % total_q);
     const int32_t row_in_segment = row & ((1 << runs.shift) - 1);
-    const unsigned long long place =
-        atomicAdd((unsigned long long *)&run_cursor[runs.index(proxy_head, block, row)], 1ull);
+    const int64_t run = runs.index(proxy_head, block, row);
+    const int64_t place = run_begin[run] + atomicAdd(&copy_offset[runs.copy_offset(row) + run], 1);
     schedule.edge_row[place] = row_in_segment << slot_bits | slot;
 }
 
-constexpr int order_threads = 128, runs_per_block = 32;
+constexpr int order_threads = 128, most_order_blocks = 32768;
 
 /* words[i]: 32 rows of the segment. rank[i]: bits set before word i. */
 __device__ void order_run(const fmsa_cuda_schedule &schedule, int64_t begin, int32_t count, int32_t first_row,
@@ -211,17 +224,16 @@ __device__ void order_run(const fmsa_cuda_schedule &schedule, int64_t begin, int
     __syncthreads();
 }
 
-__global__ void __launch_bounds__(order_threads) order_runs(fmsa_cuda_schedule schedule, const int32_t *run_count,
-                                                            const int64_t *run_end, runs runs, int64_t count) {
+__global__ void __launch_bounds__(order_threads)
+    order_runs(fmsa_cuda_schedule schedule, const int32_t *run_edges, const int64_t *run_begin, runs runs) {
     extern __shared__ uint32_t words[];
     const int32_t word_count = 1 << (runs.shift - 5);
     int32_t *rank = (int32_t *)words + word_count;
-    const int64_t first = (int64_t)blockIdx.x * runs_per_block;
-    for (int64_t run = first; run < min(first + runs_per_block, count); run++) {
-        const int32_t edges = run_count[run];
+    for (int64_t run = blockIdx.x; run < runs.total; run += gridDim.x) {
+        const int32_t edges = run_edges[run];
         if (edges == 0) continue;
         const int32_t first_row = (int32_t)(run % runs.segments) << runs.shift;
-        order_run(schedule, run_end[run] - edges, edges, first_row, words, rank, word_count);
+        order_run(schedule, run_begin[run], edges, first_row, words, rank, word_count);
     }
 }
 
@@ -273,13 +285,13 @@ __device__ id_range segment_blocks(const fmsa_cuda_geometry &geometry, const run
 
 /* One thread block a (segment, proxy head): how many items of each class it has. */
 __global__ void __launch_bounds__(item_threads)
-    count_items(fmsa_cuda_geometry geometry, const int32_t *run_count, int64_t *group_items, runs runs, int32_t heads,
+    count_items(fmsa_cuda_geometry geometry, const int32_t *run_edges, int64_t *group_items, runs runs, int32_t heads,
                 int32_t total_q) {
     const int64_t segment = blockIdx.x / heads, proxy_head = blockIdx.x % heads;
     const id_range range = segment_blocks(geometry, runs, segment, total_q);
     int32_t items[classes] = {};
     for (int32_t id = range.begin + threadIdx.x; id < range.end; id += item_threads) {
-        const run_items run(run_count[(proxy_head * runs.blocks + id) * runs.segments + segment]);
+        const run_items run(run_edges[(proxy_head * runs.blocks + id) * runs.segments + segment]);
 #pragma unroll
         for (int c = 0; c < classes; c++)
             items[c] += run.of_class(c);
@@ -294,7 +306,7 @@ __global__ void __launch_bounds__(item_threads)
 
 /* Writes the items of each (segment, proxy head) from the places that the scan of group_items gives. */
 __global__ void __launch_bounds__(item_threads)
-    place_items(fmsa_cuda_schedule schedule, const int32_t *run_count, const int64_t *run_end,
+    place_items(fmsa_cuda_schedule schedule, const int32_t *run_edges, const int64_t *run_begin,
                 const int64_t *group_items, runs runs, int32_t heads, int32_t total_q, int64_t groups) {
     const int64_t segment = blockIdx.x / heads, proxy_head = blockIdx.x % heads;
     const id_range range = segment_blocks(schedule.geometry, runs, segment, total_q);
@@ -306,9 +318,9 @@ __global__ void __launch_bounds__(item_threads)
     for (int32_t tile = range.begin; tile < range.end; tile += item_threads) {
         const int32_t id = tile + (int32_t)threadIdx.x;
         const int64_t index = (proxy_head * runs.blocks + id) * runs.segments + segment;
-        const int32_t edges = id < range.end ? run_count[index] : 0;
+        const int32_t edges = id < range.end ? run_edges[index] : 0;
         const run_items run(edges);
-        int64_t begin = edges > 0 ? run_end[index] - edges : 0;
+        int64_t begin = edges > 0 ? run_begin[index] : 0;
 #pragma unroll
         for (int c = 0; c < classes; c++) {
             int32_t total;
@@ -328,21 +340,35 @@ __global__ void __launch_bounds__(item_threads)
 
 /* Scratch of the schedule operation. */
 struct scratch {
-    int32_t *run_count;
-    int64_t *run_cursor;
+    int32_t *counts; /* [copies][total], then offsets */
+    int32_t *run_edges;
+    int64_t *run_begin;
     int64_t *tile_sum;
     int64_t *group_items;
-    int64_t run_total, tiles, groups;
+    int64_t tiles, groups;
 };
 
-scratch take_scratch(const fmsa_problem *problem, fmsa_cuda_arena *arena) {
-    const int64_t heads = problem->config.num_proxy_heads, segments = fmsa_cuda_segments(problem);
+/* Copies of the counts: many while the runs are few, so that their atomics do not meet in a few lines of L2. */
+runs count_runs(const fmsa_problem *problem) {
+    constexpr int64_t wanted_counts = 1 << 18, most_copies = 32;
+    runs r;
+    r.blocks = problem->max_key_blocks;
+    r.segments = fmsa_cuda_segments(problem);
+    r.total = problem->config.num_proxy_heads * r.blocks * r.segments;
+    r.shift = fmsa_cuda_segment_shift(problem);
+    r.copies = 1;
+    while (r.copies < most_copies && r.copies * 2 * r.total <= wanted_counts)
+        r.copies *= 2;
+    return r;
+}
+
+scratch take_scratch(const fmsa_problem *problem, const runs &runs, fmsa_cuda_arena *arena) {
     scratch s;
-    s.run_total = heads * problem->max_key_blocks * segments;
-    s.tiles = fmsa_ceil_div(s.run_total, tile_runs);
-    s.groups = heads * segments;
-    s.run_count = (int32_t *)fmsa_cuda_take(arena, s.run_total, sizeof(int32_t));
-    s.run_cursor = (int64_t *)fmsa_cuda_take(arena, s.run_total, sizeof(int64_t));
+    s.tiles = fmsa_ceil_div(runs.total, tile_runs);
+    s.groups = problem->config.num_proxy_heads * runs.segments;
+    s.counts = (int32_t *)fmsa_cuda_take(arena, runs.copies * runs.total, sizeof(int32_t));
+    s.run_edges = (int32_t *)fmsa_cuda_take(arena, runs.total, sizeof(int32_t));
+    s.run_begin = (int64_t *)fmsa_cuda_take(arena, runs.total, sizeof(int64_t));
     s.tile_sum = (int64_t *)fmsa_cuda_take(arena, s.tiles + 1, sizeof(int64_t));
     s.group_items = (int64_t *)fmsa_cuda_take(arena, s.groups * classes + 1, sizeof(int64_t));
     return s;
@@ -352,7 +378,7 @@ scratch take_scratch(const fmsa_problem *problem, fmsa_cuda_arena *arena) {
 
 extern "C" fmsa_status fmsa_portable_schedule_workspace_bytes(const fmsa_problem *problem, size_t *bytes) {
     fmsa_cuda_arena arena = {NULL, 0};
-    take_scratch(problem, &arena);
+    take_scratch(problem, count_runs(problem), &arena);
     *bytes = arena.used;
     return FMSA_OK;
 }
@@ -362,38 +388,39 @@ extern "C" fmsa_status fmsa_portable_schedule(const fmsa_problem *problem, const
     (void)workspace_bytes;
     const fmsa_config *c = &problem->config;
     const fmsa_cuda_schedule schedule = fmsa_cuda_schedule_at(problem, tensors->schedule);
+    const runs runs = count_runs(problem);
     fmsa_cuda_arena arena = {(char *)workspace, 0};
-    const scratch s = take_scratch(problem, &arena);
+    const scratch s = take_scratch(problem, runs, &arena);
     const int32_t heads = c->num_proxy_heads, total_q = (int32_t)c->total_q, slots = problem->slots;
-    const runs runs = {problem->max_key_blocks, fmsa_cuda_segments(problem), fmsa_cuda_segment_shift(problem)};
+    const int64_t rows = (int64_t)heads * total_q;
+    const dim3 tiles((unsigned)s.tiles), groups((unsigned)s.groups);
 
     FMSA_TRY(fmsa_cuda_build_geometry(problem, schedule.geometry, stream));
-    FMSA_TRY(fmsa_cuda_status("clearing the counts of the schedule",
-                              cudaMemsetAsync(s.run_count, 0, (size_t)s.run_total * sizeof(int32_t), stream)));
-    FMSA_TRY(fmsa::launch("clean_rows", clean_rows, dim3(fmsa_cuda_grid((int64_t)heads * total_q, rows_per_block)),
-                          rows_threads, 0, stream, tensors->block_indices, schedule, s.run_count, runs, heads, total_q,
-                          c->top_k, slots, c->block_size));
-    if (s.run_total == 0) {
-        const size_t lists = (size_t)(heads * problem->max_key_blocks + 1);
-        FMSA_TRY(fmsa_cuda_status("clearing an empty schedule",
-                                  cudaMemsetAsync(schedule.list_begin, 0, lists * sizeof(int64_t), stream)));
-        return fmsa_cuda_status("clearing an empty schedule",
+    const size_t count_bytes = (size_t)(runs.copies * runs.total) * sizeof(int32_t);
+    FMSA_TRY(fmsa_cuda_status("clearing the schedule", cudaMemsetAsync(s.counts, 0, count_bytes, stream)));
+    FMSA_TRY(fmsa::launch("clean_rows", clean_rows, dim3(fmsa_cuda_grid(rows, rows_per_block)), rows_threads, 0, stream,
+                          tensors->block_indices, schedule, s.counts, runs, heads, total_q, c->top_k, slots,
+                          c->block_size));
+    if (runs.total == 0) {
+        const size_t list_bytes = (size_t)(heads * problem->max_key_blocks + 1) * sizeof(int64_t);
+        FMSA_TRY(
+            fmsa_cuda_status("clearing the schedule", cudaMemsetAsync(schedule.list_begin, 0, list_bytes, stream)));
+        return fmsa_cuda_status("clearing the schedule",
                                 cudaMemsetAsync(schedule.num_items, 0, sizeof(int32_t), stream));
     }
-    FMSA_TRY(fmsa::launch("sum_tiles", sum_tiles, dim3((unsigned)s.tiles), tile_threads, 0, stream, s.run_count,
-                          s.tile_sum, s.run_total));
+    FMSA_TRY(fmsa::launch("sum_tiles", sum_tiles, tiles, tile_threads, 0, stream, s.counts, s.tile_sum, runs));
     FMSA_TRY(fmsa::launch("scan_sums", scan_sums, dim3(1), sums_threads, 0, stream, s.tile_sum, s.tiles));
-    FMSA_TRY(fmsa::launch("place_runs", place_runs, dim3((unsigned)s.tiles), tile_threads, 0, stream, s.run_count,
-                          s.tile_sum, s.run_cursor, schedule.list_begin, s.run_total, runs.segments));
-    FMSA_TRY(fmsa::launch("scatter_edges", scatter_edges,
-                          dim3(fmsa_cuda_grid((int64_t)heads * total_q * slots, scatter_threads)), scatter_threads, 0,
-                          stream, schedule, s.run_cursor, runs, heads, total_q, slots));
+    FMSA_TRY(fmsa::launch("place_runs", place_runs, tiles, tile_threads, 0, stream, s.counts, s.tile_sum, s.run_begin,
+                          s.run_edges, schedule.list_begin, runs));
+    FMSA_TRY(fmsa::launch("scatter_edges", scatter_edges, dim3(fmsa_cuda_grid(rows * slots, scatter_threads)),
+                          scatter_threads, 0, stream, schedule, s.run_begin, s.counts, runs, heads, total_q, slots));
     const size_t bitmap_bytes = ((size_t)1 << (runs.shift - 5)) * (sizeof(uint32_t) + sizeof(int32_t));
-    FMSA_TRY(fmsa::launch("order_runs", order_runs, dim3(fmsa_cuda_grid(s.run_total, runs_per_block)), order_threads,
-                          bitmap_bytes, stream, schedule, s.run_count, s.run_cursor, runs, s.run_total));
-    FMSA_TRY(fmsa::launch("count_items", count_items, dim3((unsigned)s.groups), item_threads, 0, stream,
-                          schedule.geometry, s.run_count, s.group_items, runs, heads, total_q));
+    const unsigned order_blocks = (unsigned)(runs.total < most_order_blocks ? runs.total : most_order_blocks);
+    FMSA_TRY(fmsa::launch("order_runs", order_runs, dim3(order_blocks), order_threads, bitmap_bytes, stream, schedule,
+                          s.run_edges, s.run_begin, runs));
+    FMSA_TRY(fmsa::launch("count_items", count_items, groups, item_threads, 0, stream, schedule.geometry, s.run_edges,
+                          s.group_items, runs, heads, total_q));
     FMSA_TRY(fmsa::launch("scan_sums", scan_sums, dim3(1), sums_threads, 0, stream, s.group_items, s.groups * classes));
-    return fmsa::launch("place_items", place_items, dim3((unsigned)s.groups), item_threads, 0, stream, schedule,
-                        s.run_count, s.run_cursor, s.group_items, runs, heads, total_q, s.groups);
+    return fmsa::launch("place_items", place_items, groups, item_threads, 0, stream, schedule, s.run_edges, s.run_begin,
+                        s.group_items, runs, heads, total_q, s.groups);
 }
