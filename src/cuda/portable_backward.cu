@@ -1,0 +1,512 @@
+/* The backward pass of the main attention, sparse and dense: dq, dk, dv.
+ *
+ * Key-outer. A *row* is one (token, query head); a thread block takes a share (work.cuh): the 128 keys of a block (64
+ * in fp32, or for blocks of 64) and the rows that attend to them, 32 a tile (16 in fp32). It computes transposed, so
+ * that P and dS go from the accumulators of one product into the next as left operands: S^T = K Q^T, P^T = exp(S^T -
+ * lse), dP^T = V dO^T, dS^T = P^T (dP^T - delta), dV += P^T dO, dK += dS^T Q, and dS^T crosses shared memory for dQ =
+ * dS K, which needs all keys. delta = sum dO * O comes from a kernel of its own.
+ *
+ * Warp roles: all warps alike, 16 keys each for the transposed products and a part of dQ's columns for the last; dQ of
+ * a tile is computed while the next tile is under way, so there is one barrier a tile. Rows are gathered by cp.async a
+ * tile ahead, their numbers two tiles ahead.
+ * Registers: dK and dV of 16 keys (128 at D = 128), V (32), the rest S, dP and operands: one block of 8 warps a
+ * multiprocessor. Shared memory (D = 128): K 32 KB, two stages of Q and dO 32 KB (V passes through them), dS 16 KB.
+ *
+ * Sums: dQ of a row gathers from its blocks by fp32 reductions in memory, dK and dV of a block from its shares
+ * likewise, and a last kernel scales and rounds. With FMSA_FLAG_DETERMINISTIC nothing depends on an order of arrival:
+ * in sparse mode each (row, slot) leaves its own dQ, summed in ascending order; in dense mode a launch takes the blocks
+ * of one number, so that a row gets one addition a launch; and the shares of a block add their dK, dV in turns, one sum
+ * for each unit of heads. Turns cost no second pass and no memory for a hot block, which one thread block walking the
+ * whole list, or a partial result for each share, would.
+ * fp32: products of two bf16 planes (tile.cuh), a relative error of about 2^-16.
+ * Floor: 10 * D * rows * keys floating-point operations at the rate of mma.sync; D * 4 bytes reduced a (row, block). */
+#include "portable_parts.cuh"
+
+namespace fmsa {
+
+constexpr int most_threads = 256;
+constexpr int ring = 4; /* tiles whose row data is kept */
+
+template <typename T>
+constexpr int tile_rows = product_of<T>::planes == 1 ? 32 : 16;
+
+template <typename T>
+struct backward_parameters {
+    work w;
+    head_map map;
+    view<const T> q, k, v, dout;
+    view<const float> lse;
+    const float *delta; /* [rows][heads] */
+    float scale_log2;   /* scale * log2(e) */
+    int32_t heads;
+
+    float *dq;     /* NULL, or sums of (row of the chunk, head, slot, part) */
+    int32_t slots; /* times parts; 1 where rows add up instead */
+    add_kind dq_kind;
+    float *dk, *dv; /* NULL, or sums of (key, head of key_layout) */
+    key_sums key_layout;
+};
+
+/* What is known of the rows of a tile, in shared memory. */
+template <int rows>
+struct row_data {
+    float lse[rows];
+    float delta[rows];
+    int32_t limit[rows];  /* last key of the share that the row sees; negative: none, or no row */
+    int32_t result[rows]; /* of its dQ: (row of the chunk, head, slot, part) */
+};
+
+/* The row that a thread copies: several threads share one. */
+struct row_to_load {
+    int32_t token; /* -1: none */
+    int32_t head;
+    int32_t slot;
+    int32_t position; /* of the token */
+};
+
+template <typename T>
+__device__ __forceinline__ row_to_load find_row(const backward_parameters<T> &a, const share &s, int64_t unit,
+                                                int64_t number) {
+    if (number >= int64_t(s.count) * a.map.unit_heads) return {-1, 0, 0, -1};
+    const int32_t edge = number / a.map.unit_heads;
+    const int32_t head = unit * a.map.unit_heads + (number - int64_t(edge) * a.map.unit_heads);
+    return {s.row(edge), head, s.slot(edge), -1};
+}
+
+/* dQ of one tile from its dS^T, which all warps have left in shared memory. */
+template <typename T, int D, int rows>
+__device__ __forceinline__ void add_row_gradients(const backward_parameters<T> &a, const tile<T, rows> &ds,
+                                                  const tile<T, D> &k, const row_data<rows> &data, int keys) {
+    constexpr int column_tiles = D / 16;
+    constexpr int row_tiles = D == 128 ? rows / 16 : 1; /* taken by a warp at once */
+    constexpr int pieces = column_tiles * (rows / 16) / row_tiles;
+    const int lane = threadIdx.x & 31;
+    for (int piece = threadIdx.x / 32; piece < pieces; piece += blockDim.x / 32) {
+        const int column = piece % column_tiles * 16, first_row = piece / column_tiles * 16;
+        float sum[row_tiles][2][4] = {};
+#pragma unroll 4
+        for (int key = 0; key < keys; key += 16) {
+            right_fragment<T> b[2];
+            k.right(b, key, column);
+#pragma unroll
+            for (int m = 0; m < row_tiles; m++) {
+                const left_fragment<T> left = ds.left_transposed(key, first_row + 16 * m);
+                multiply_add(sum[m][0], left, b[0]);
+                multiply_add(sum[m][1], left, b[1]);
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < row_tiles; m++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int row = first_row + 16 * m + 8 * half + lane / 4;
+                if (data.limit[row] < 0) continue;
+                add_to_sums(a.dq + int64_t(data.result[row]) * D + column + 4 * (lane & 3), sum[m][0][2 * half],
+                            sum[m][0][2 * half + 1], sum[m][1][2 * half], sum[m][1][2 * half + 1], a.dq_kind);
+            }
+        }
+    }
+}
+
+template <typename T, int D>
+__global__ void __launch_bounds__(most_threads, 1) backward_kernel(const __grid_constant__ backward_parameters<T> a) {
+    constexpr int rows = tile_rows<T>, chunks = D / 8;
+    extern __shared__ __align__(128) char memory[];
+    __shared__ row_data<rows> data[ring];
+    const place at = take_place(a.w);
+    share s;
+    if (!take_share(a.w, at, s)) return;
+    const int lane = threadIdx.x & 31, own_key = threadIdx.x / 32 * 16, keys = a.w.share_keys;
+    const int64_t unit = a.w.items == nullptr ? at.unit : int64_t(s.proxy_head) * a.map.units_per_proxy_head + at.unit;
+    const int64_t key_head = unit / a.map.units_per_key_head;
+    const tile<T, D> k(shared_address(memory), keys);
+    const uint32_t stages = k.address + tile<T, D>::bytes(keys);
+    const uint32_t ds_stages = stages + 4 * tile<T, D>::bytes(rows);
+
+    const tile<T, D> v(stages, keys);
+    for (int i = threadIdx.x; i < keys * chunks; i += blockDim.x) {
+        const int key = i / chunks, chunk = i % chunks;
+        const bool there = key < s.keys;
+        const int64_t row = there ? s.key_row + key : 0;
+        k.load(key, chunk, a.k.at(row, key_head) + 8 * chunk, there);
+        v.load(key, chunk, a.v.at(row, key_head) + 8 * chunk, there);
+    }
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncthreads();
+    left_fragment<T> v_fragment[D / 16];
+#pragma unroll
+    for (int d = 0; d < D / 16; d++)
+        v_fragment[d] = v.left(own_key, d);
+    __syncthreads();
+
+    const int threads_a_row = blockDim.x / rows, own_row = threadIdx.x / threads_a_row;
+    const int first_chunk = threadIdx.x % threads_a_row;
+    const int64_t total = int64_t(s.count) * a.map.unit_heads;
+    const int32_t tiles = static_cast<int32_t>((total + rows - 1) / rows);
+    const auto q_tile = [&](int32_t i) { return tile<T, D>(stages + (i & 1) * 2 * tile<T, D>::bytes(rows), rows); };
+    const auto dout_tile = [&](int32_t i) { return tile<T, D>(q_tile(i).address + tile<T, D>::bytes(rows), rows); };
+    const auto ds_tile = [&](int32_t i) {
+        return tile<T, rows>(ds_stages + (i & 1) * tile<T, rows>::bytes(keys), keys);
+    };
+    const auto find = [&](int32_t i) { return find_row(a, s, unit, int64_t(i) * rows + own_row); };
+    const auto load = [&](int32_t i, const row_to_load &r) {
+        const int32_t limit = r.token < 0 ? -1 : r.position - s.position;
+        const bool there = limit >= 0;
+        const int64_t row = there ? r.token : 0;
+        const tile<T, D> q = q_tile(i), dout = dout_tile(i);
+        const T *q_row = a.q.at(row, r.head), *dout_row = a.dout.at(row, r.head);
+        for (int chunk = first_chunk; chunk < chunks; chunk += threads_a_row) {
+            q.load(own_row, chunk, q_row + 8 * chunk, there);
+            dout.load(own_row, chunk, dout_row + 8 * chunk, there);
+        }
+        if (first_chunk == 0) {
+            row_data<rows> &d = data[i % ring];
+            cp_async_4(shared_address(&d.lse[own_row]), a.lse.at(row, r.head), there);
+            cp_async_4(shared_address(&d.delta[own_row]), a.delta + row * a.heads + r.head, there);
+            d.limit[own_row] = limit;
+            d.result[own_row] = ((row - a.w.row_begin) * a.heads + r.head) * a.slots +
+                                (a.dq_kind == WRITE ? r.slot * (a.w.block_size / keys) + at.part : 0);
+        }
+        cp_async_commit();
+    };
+    const auto position_of = [&](const row_to_load &r) {
+        return r.token < 0 ? -1 : a.w.geometry.row_position[r.token];
+    };
+
+    float dk[D / 8][4] = {}, dv[D / 8][4] = {};
+    row_to_load next = find(0);
+    next.position = position_of(next);
+    load(0, next);
+    next = find(1);
+    next.position = position_of(next);
+    for (int32_t i = 0; i < tiles; i++) {
+        cp_async_wait<0>();
+        __syncthreads();
+        if (i + 1 < tiles) load(i + 1, next);
+        next = find(i + 2);
+        const row_data<rows> &d = data[i % ring];
+        const tile<T, D> q = q_tile(i), dout = dout_tile(i);
+
+        float p[rows / 8][4] = {}, ds[rows / 8][4] = {};
+#pragma unroll
+        for (int c = 0; c < D / 16; c++) {
+            const left_fragment<T> k_fragment = k.left(own_key, c);
+#pragma unroll
+            for (int n = 0; n < rows / 8; n += 2) {
+                right_fragment<T> b[2];
+                q.right_transposed(b, 8 * n, c);
+                multiply_add(p[n], k_fragment, b[0]);
+                multiply_add(p[n + 1], k_fragment, b[1]);
+                dout.right_transposed(b, 8 * n, c);
+                multiply_add(ds[n], v_fragment[c], b[0]);
+                multiply_add(ds[n + 1], v_fragment[c], b[1]);
+            }
+        }
+        next.position = position_of(next);
+        const tile<T, rows> ds_shared = ds_tile(i);
+#pragma unroll
+        for (int n = 0; n < rows / 8; n++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int row = 8 * n + 2 * (lane & 3) + e % 2, key = own_key + lane / 4 + 8 * (e / 2);
+                const bool seen = key <= d.limit[row];
+                p[n][e] = seen ? exp2_approx(p[n][e] * a.scale_log2 - d.lse[row] * log2_e) : 0;
+                ds[n][e] = seen ? p[n][e] * (ds[n][e] - d.delta[row]) : 0;
+            }
+            ds_shared.store(own_key, 8 * n, ds[n]);
+        }
+#pragma unroll
+        for (int j = 0; j < rows / 16; j++) {
+            const left_fragment<T> p_fragment = to_left_fragment<T>(p[2 * j], p[2 * j + 1]);
+            const left_fragment<T> ds_fragment = to_left_fragment<T>(ds[2 * j], ds[2 * j + 1]);
+#pragma unroll
+            for (int n = 0; n < D / 8; n += 2) {
+                right_fragment<T> b[2];
+                dout.right(b, 16 * j, 8 * n);
+                multiply_add(dv[n], p_fragment, b[0]);
+                multiply_add(dv[n + 1], p_fragment, b[1]);
+                q.right(b, 16 * j, 8 * n);
+                multiply_add(dk[n], ds_fragment, b[0]);
+                multiply_add(dk[n + 1], ds_fragment, b[1]);
+            }
+        }
+        if (i > 0 && a.dq != nullptr) {
+            add_row_gradients<T, D, rows>(a, ds_tile(i - 1), k, data[(i - 1) % ring], keys);
+        }
+    }
+    __syncthreads();
+    if (a.dq != nullptr) add_row_gradients<T, D, rows>(a, ds_tile(tiles - 1), k, data[(tiles - 1) % ring], keys);
+
+    int32_t *turn = wait_for_turn(a.key_layout, a.w, s, unit, at.part);
+    const int64_t head = a.key_layout.turns == nullptr ? key_head : unit;
+    if (a.dk != nullptr) add_key_sums<D>(a.dk, dk, a.key_layout, s, head, own_key);
+    if (a.dv != nullptr) add_key_sums<D>(a.dv, dv, a.key_layout, s, head, own_key);
+    end_turn(turn, s);
+}
+
+/* ---- delta: D / 8 lanes a (row, head). Rows in no fragment are not read. ---- */
+
+template <typename T>
+struct delta_parameters {
+    view<const T> out, dout;
+    const int32_t *row_position;
+    int64_t rows;
+    int32_t heads, dim;
+    float *delta;
+};
+
+constexpr int delta_threads = 256;
+
+template <typename T>
+__device__ __forceinline__ float dot_eight(const T *x, const T *y) {
+    const uint4 a = *reinterpret_cast<const uint4 *>(x), b = *reinterpret_cast<const uint4 *>(y);
+    const uint32_t left[4] = {a.x, a.y, a.z, a.w}, right[4] = {b.x, b.y, b.z, b.w};
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float2 u = unpack_pair(left[i], T()), v = unpack_pair(right[i], T());
+        sum += u.x * v.x + u.y * v.y;
+    }
+    return sum;
+}
+template <>
+__device__ __forceinline__ float dot_eight<float>(const float *x, const float *y) {
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float4 u = reinterpret_cast<const float4 *>(x)[i], v = reinterpret_cast<const float4 *>(y)[i];
+        sum += u.x * v.x + u.y * v.y + u.z * v.z + u.w * v.w;
+    }
+    return sum;
+}
+
+template <typename T>
+__global__ void __launch_bounds__(delta_threads) delta_kernel(const __grid_constant__ delta_parameters<T> a) {
+    const int lanes = a.dim / 8, lane = threadIdx.x % lanes;
+    const int64_t number = (int64_t(blockIdx.x) * delta_threads + threadIdx.x) / lanes;
+    const int64_t row = number / a.heads, head = number % a.heads;
+    const bool there = row < a.rows && a.row_position[row] >= 0;
+    float sum = there ? dot_eight(a.out.at(row, head) + 8 * lane, a.dout.at(row, head) + 8 * lane) : 0;
+    for (int step = lanes / 2; step > 0; step /= 2)
+        sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    if (lane == 0 && row < a.rows) a.delta[number] = sum;
+}
+
+/* ---- Host. ---- */
+
+struct backward_scratch {
+    fmsa_cuda_geometry geometry;
+    int32_t *piece_begin;
+    float *delta;
+    float *dk, *dv;
+    int32_t *turns;
+    size_t turn_bytes;
+    uint32_t *ticket;
+    float *dq;
+    size_t bytes;
+};
+
+static int32_t parts(const fmsa_problem *problem) {
+    return problem->config.block_size / share_keys(problem, 64);
+}
+
+/* Sums of dq for each (row, head): one that grows, or one for each slot. */
+static int32_t dq_terms(const fmsa_problem *problem) {
+    return in_order(problem) && !is_dense(problem) ? problem->slots * parts(problem) : 1;
+}
+
+static int32_t key_sum_heads(const fmsa_problem *problem) {
+    return in_order(problem) ? problem->units : problem->config.num_kv_heads;
+}
+
+static size_t dq_row_bytes(const fmsa_problem *problem) {
+    return sizeof(float) * problem->config.num_heads * problem->config.head_dim * dq_terms(problem);
+}
+
+static backward_scratch take_scratch(const fmsa_problem *problem, void *workspace, int64_t chunk_rows) {
+    const fmsa_config *c = &problem->config;
+    const int64_t key_sums = c->total_k * key_sum_heads(problem) * c->head_dim;
+    fmsa_cuda_arena arena = {static_cast<char *>(workspace), 0};
+    backward_scratch s = {};
+    if (is_dense(problem)) {
+        s.geometry = fmsa_cuda_geometry_at(problem, fmsa_cuda_take(&arena, fmsa_cuda_geometry_bytes(problem), 1));
+        s.piece_begin = static_cast<int32_t *>(fmsa_cuda_take(&arena, problem->max_key_blocks + 1, sizeof(int32_t)));
+    }
+    s.delta = static_cast<float *>(fmsa_cuda_take(&arena, c->total_q * c->num_heads, sizeof(float)));
+    s.dk = static_cast<float *>(fmsa_cuda_take(&arena, key_sums, sizeof(float)));
+    s.dv = static_cast<float *>(fmsa_cuda_take(&arena, key_sums, sizeof(float)));
+    if (in_order(problem)) {
+        const int64_t turns = problem->max_key_blocks * problem->units * parts(problem);
+        s.turns = static_cast<int32_t *>(fmsa_cuda_take(&arena, turns, sizeof(int32_t)));
+        s.turn_bytes = turns * sizeof(int32_t);
+        s.ticket = static_cast<uint32_t *>(fmsa_cuda_take(&arena, 1, sizeof(uint32_t)));
+    }
+    s.dq = static_cast<float *>(fmsa_cuda_take(&arena, chunk_rows, dq_row_bytes(problem)));
+    s.bytes = arena.used;
+    return s;
+}
+
+static fmsa_status plan(const fmsa_problem *problem, int64_t *rows) {
+    return plan_chunk(problem, "the backward pass", take_scratch(problem, nullptr, 0).bytes, dq_row_bytes(problem),
+                      rows);
+}
+
+template <typename T>
+static fmsa_status compute_delta(const fmsa_problem *problem, const fmsa_tensors *t, const int32_t *row_position,
+                                 float *delta, cudaStream_t stream) {
+    const fmsa_config *c = &problem->config;
+    delta_parameters<T> p = {};
+    p.out = view<const T>(t->out);
+    p.dout = view<const T>(t->dout);
+    p.row_position = row_position;
+    p.rows = c->total_q;
+    p.heads = c->num_heads;
+    p.dim = c->head_dim;
+    p.delta = delta;
+    const unsigned grid = fmsa_cuda_grid(p.rows * p.heads * (p.dim / 8), delta_threads);
+    return launch("delta", delta_kernel<T>, grid, delta_threads, 0, stream, p);
+}
+
+template <typename T, int D>
+static fmsa_status launch_backward(const fmsa_problem *problem, const backward_parameters<T> &p, int32_t launched_parts,
+                                   cudaStream_t stream) {
+    constexpr int rows = tile_rows<T>;
+    const int32_t keys = p.w.share_keys;
+    if (p.w.ticket != nullptr) {
+        const fmsa_status status = clear(p.w.ticket, sizeof *p.w.ticket, stream);
+        if (status != FMSA_OK) return status;
+    }
+    const dim3 grid(static_cast<unsigned>(max_shares(problem, p.w)),
+                    is_dense(problem) ? problem->units : p.map.units_per_proxy_head, launched_parts);
+    const size_t shared = tile<T, D>::bytes(keys) + 4 * tile<T, D>::bytes(rows) + 2 * tile<T, rows>::bytes(keys);
+    static_assert(tile<T, D>::bytes(product_of<T>::planes == 1 ? 128 : 64) <= 4 * tile<T, D>::bytes(rows),
+                  "V passes through the stages of Q and dO");
+    return launch("backward", backward_kernel<T, D>, grid, keys * 2, shared, stream, p);
+}
+
+static rounding make_rounding(const fmsa_problem *problem, const float *sums, const fmsa_tensor &out) {
+    rounding r = {};
+    r.sums = sums;
+    r.dim = problem->config.head_dim;
+    r.terms = 1;
+    r.factor = 1;
+    r.out = out;
+    r.dtype = problem->config.dtype;
+    return r;
+}
+
+static fmsa_status round_key_gradient(const fmsa_problem *problem, const float *sums, const fmsa_tensor &out,
+                                      double factor, cudaStream_t stream) {
+    if (out.data == nullptr) return FMSA_OK;
+    rounding r = make_rounding(problem, sums, out);
+    r.rows = problem->config.total_k;
+    r.heads = problem->config.num_kv_heads;
+    r.terms = key_sum_heads(problem) / problem->config.num_kv_heads;
+    r.factor = static_cast<float>(factor);
+    if (problem->config.flags & FMSA_FLAG_FP32_KV_GRADS) r.dtype = FMSA_DTYPE_FP32;
+    return round_sums(r, stream);
+}
+
+template <typename T, int D>
+static fmsa_status run_chunk(const fmsa_problem *problem, const fmsa_tensors *t, backward_parameters<T> p,
+                             const backward_scratch &scratch, const fmsa_cuda_schedule *schedule, cudaStream_t stream) {
+    const fmsa_config *c = &problem->config;
+    fmsa_status status = FMSA_OK;
+    if (p.dq != nullptr && p.dq_kind != WRITE) {
+        status = clear(scratch.dq, (p.w.row_end - p.w.row_begin) * dq_row_bytes(problem), stream);
+    }
+    if (status == FMSA_OK) {
+        const bool one_by_one = p.dq != nullptr && p.dq_kind == ADD_ALONE;
+        status = launch_shares(problem, p.w, one_by_one, stream, [&](const work &w, int32_t launched_parts) {
+            p.w = w;
+            return launch_backward<T, D>(problem, p, launched_parts, stream);
+        });
+    }
+    if (status != FMSA_OK || p.dq == nullptr) return status;
+    rounding r = make_rounding(problem, scratch.dq, t->dq);
+    r.first_row = p.w.row_begin;
+    r.rows = p.w.row_end - p.w.row_begin;
+    r.heads = c->num_heads;
+    r.terms = dq_terms(problem);
+    r.factor = static_cast<float>(c->softmax_scale);
+    if (p.dq_kind == WRITE) {
+        r.counts = schedule->row_count;
+        r.count_stride = c->total_q;
+        r.heads_per_count = problem->heads_per_proxy_head;
+        r.terms_per_count = parts(problem);
+    }
+    return round_sums(r, stream);
+}
+
+template <typename T, int D>
+static fmsa_status run(const fmsa_problem *problem, const fmsa_tensors *t, const backward_scratch &scratch,
+                       const fmsa_cuda_geometry &geometry, const fmsa_cuda_schedule *schedule, int64_t chunk_rows,
+                       cudaStream_t stream) {
+    const fmsa_config *c = &problem->config;
+    const int64_t key_sum_bytes = sizeof(float) * c->total_k * key_sum_heads(problem) * c->head_dim;
+    fmsa_status status = compute_delta<T>(problem, t, geometry.row_position, scratch.delta, stream);
+    if (status == FMSA_OK && t->dk.data != nullptr) status = clear(scratch.dk, key_sum_bytes, stream);
+    if (status == FMSA_OK && t->dv.data != nullptr) status = clear(scratch.dv, key_sum_bytes, stream);
+    if (status == FMSA_OK) status = clear(scratch.turns, scratch.turn_bytes, stream);
+
+    backward_parameters<T> p = {};
+    p.map = {problem->units / c->num_proxy_heads, problem->unit_heads, problem->units / c->num_kv_heads};
+    p.w = make_work(problem, geometry, schedule, scratch.piece_begin, share_keys(problem, 64), problem->unit_heads);
+    p.w.ticket = scratch.ticket;
+    p.q = view<const T>(t->q);
+    p.k = view<const T>(t->k);
+    p.v = view<const T>(t->v);
+    p.dout = view<const T>(t->dout);
+    p.lse = view<const float>(t->lse);
+    p.delta = scratch.delta;
+    p.scale_log2 = static_cast<float>(c->softmax_scale * log2_e);
+    p.heads = c->num_heads;
+    p.dq = t->dq.data == nullptr ? nullptr : scratch.dq;
+    p.slots = dq_terms(problem);
+    p.dq_kind = !in_order(problem) ? ADD_IN_ANY_ORDER : is_dense(problem) ? ADD_ALONE : WRITE;
+    p.dk = t->dk.data == nullptr ? nullptr : scratch.dk;
+    p.dv = t->dv.data == nullptr ? nullptr : scratch.dv;
+    p.key_layout = {key_sum_heads(problem), scratch.turns};
+    for (int64_t begin = 0; begin < c->total_q && status == FMSA_OK; begin += chunk_rows) {
+        p.w.row_begin = static_cast<int32_t>(begin);
+        p.w.row_end = static_cast<int32_t>(begin + chunk_rows < c->total_q ? begin + chunk_rows : c->total_q);
+        status = run_chunk<T, D>(problem, t, p, scratch, schedule, stream);
+    }
+    if (status == FMSA_OK) status = round_key_gradient(problem, scratch.dk, t->dk, c->softmax_scale, stream);
+    if (status == FMSA_OK) status = round_key_gradient(problem, scratch.dv, t->dv, 1, stream);
+    return status;
+}
+
+} // namespace fmsa
+
+using namespace fmsa;
+
+fmsa_status fmsa_portable_backward_workspace_bytes(const fmsa_problem *problem, size_t *bytes) {
+    int64_t rows;
+    const fmsa_status status = plan(problem, &rows);
+    if (status == FMSA_OK) *bytes = take_scratch(problem, nullptr, rows).bytes;
+    return status;
+}
+
+fmsa_status fmsa_portable_backward(const fmsa_problem *problem, const fmsa_tensors *tensors, void *workspace, size_t,
+                                   cudaStream_t stream) {
+    if (tensors->dq.data == nullptr && tensors->dk.data == nullptr && tensors->dv.data == nullptr) return FMSA_OK;
+    int64_t rows;
+    fmsa_status status = plan(problem, &rows);
+    if (status != FMSA_OK) return status;
+    const backward_scratch scratch = take_scratch(problem, workspace, rows);
+    fmsa_cuda_schedule schedule = {};
+    fmsa_cuda_geometry geometry = scratch.geometry;
+    if (is_dense(problem)) {
+        status = fmsa_cuda_build_geometry(problem, geometry, stream);
+        if (status != FMSA_OK) return status;
+    } else {
+        schedule = fmsa_cuda_schedule_at(problem, tensors->schedule);
+        geometry = schedule.geometry;
+    }
+    return with_type_and_dim(problem->config.dtype, problem->config.head_dim, [&](auto type, auto dim) {
+        return run<decltype(type), decltype(dim)::value>(problem, tensors, scratch, geometry,
+                                                         is_dense(problem) ? nullptr : &schedule, rows, stream);
+    });
+}

@@ -1,0 +1,126 @@
+/* Cutting work into chunks and shares, and rounding of fp32 sums. */
+#include "portable_parts.cuh"
+#include "scan.cuh"
+
+namespace fmsa {
+
+fmsa_status plan_chunk(const fmsa_problem *problem, const char *operation, size_t fixed_bytes, size_t row_bytes,
+                       int64_t *rows) {
+    constexpr size_t usual_bytes = size_t(1) << 30, gaps = 4096;
+    constexpr int64_t least_rows = 128;
+    const fmsa_config *c = &problem->config;
+    const int64_t least = c->total_q < least_rows ? c->total_q : least_rows;
+    const size_t least_bytes = fixed_bytes + gaps + least * row_bytes;
+    if (c->scratch_limit != 0 && c->scratch_limit < least_bytes) {
+        return fmsa_fail(FMSA_ERROR_WORKSPACE, "scratch_limit is %zu; %s needs at least %zu bytes for these shapes",
+                         c->scratch_limit, operation, least_bytes);
+    }
+    const size_t limit = c->scratch_limit != 0 ? c->scratch_limit : fixed_bytes + gaps + usual_bytes;
+    const size_t room = limit - fixed_bytes - gaps;
+    const int64_t segment = int64_t(1) << fmsa_cuda_segment_shift(problem);
+    int64_t fit = row_bytes == 0 ? c->total_q : static_cast<int64_t>(room / row_bytes);
+    fit = fit > segment ? fit / segment * segment : fit > least_rows ? fit / least_rows * least_rows : least;
+    *rows = fit < c->total_q ? fit : c->total_q;
+    return FMSA_OK;
+}
+
+work make_work(const fmsa_problem *problem, const fmsa_cuda_geometry &geometry, const fmsa_cuda_schedule *schedule,
+               int32_t *piece_begin, int32_t keys, int32_t unit_heads) {
+    /* Long enough that the key sums written at the end of a share do not count, short enough to fill the card; and not
+     * more pieces a block than this, so that their number grows with the tokens alone. */
+    constexpr int32_t share_rows = 8192, least_piece = 128, most_piece = 1024, most_pieces = 128;
+    work w = {};
+    w.geometry = geometry;
+    if (schedule != nullptr) {
+        w.items = schedule->items;
+        w.num_items = schedule->num_items;
+        w.list_begin = schedule->list_begin;
+        w.edge_row = schedule->edge_row;
+        w.edge_slot = schedule->edge_slot;
+    }
+    w.max_blocks = problem->max_key_blocks;
+    w.block_size = problem->config.block_size;
+    w.share_keys = keys;
+    w.row_end = static_cast<int32_t>(problem->config.total_q);
+    w.piece_rows = share_rows / unit_heads;
+    if (w.piece_rows < least_piece) w.piece_rows = least_piece;
+    if (w.piece_rows > most_piece) w.piece_rows = most_piece;
+    if (w.piece_rows < w.row_end / most_pieces) w.piece_rows = w.row_end / most_pieces;
+    w.piece_begin = piece_begin;
+    w.only_block = -1;
+    return w;
+}
+
+int64_t max_shares(const fmsa_problem *problem, const work &w) {
+    if (w.items != nullptr) return fmsa_cuda_max_items(problem);
+    const int64_t rows = w.row_end - w.row_begin;
+    if (w.only_block >= 0) return problem->config.num_fragments + rows / w.piece_rows;
+    return w.max_blocks + rows * problem->max_fragment_blocks / w.piece_rows;
+}
+
+/* ---- Pieces: one thread block scans all key blocks. ---- */
+
+constexpr int cutting_threads = 1024;
+
+__global__ void __launch_bounds__(cutting_threads) cut_kernel(const __grid_constant__ work w) {
+    const fmsa_cuda_geometry &g = w.geometry;
+    const int32_t blocks = *g.num_blocks;
+    int32_t begin = 0;
+    for (int64_t first = 0; first < w.max_blocks; first += cutting_threads) {
+        const int64_t block = first + threadIdx.x;
+        int32_t pieces = 0;
+        if (block < blocks && (w.only_block < 0 || g.block_number[block] == w.only_block)) {
+            const int32_t rows = min(g.block_q_end[block], w.row_end) - max(g.block_q_begin[block], w.row_begin);
+            pieces = rows <= 0 ? 0 : (rows + w.piece_rows - 1) / w.piece_rows;
+        }
+        int32_t total;
+        const int32_t before = block_exclusive_scan<cutting_threads>(pieces, 0, add(), total);
+        if (block < w.max_blocks) w.piece_begin[block] = begin + before;
+        begin += total;
+    }
+    if (threadIdx.x == 0) w.piece_begin[w.max_blocks] = begin;
+}
+
+fmsa_status cut_pieces(const work &w, cudaStream_t stream) {
+    return launch("cutting into pieces", cut_kernel, dim3(1), cutting_threads, 0, stream, w);
+}
+
+/* ---- Rounding: a thread takes the four columns that stand together. It is bound by memory: each sum is read once. */
+
+constexpr int rounding_threads = 256;
+
+template <typename T>
+__global__ void __launch_bounds__(rounding_threads) round_kernel(const __grid_constant__ rounding r) {
+    const int quads = r.dim / 4;
+    const int64_t total = r.rows * r.heads * quads;
+    const float factor = r.device_factor == nullptr ? r.factor : r.factor * *r.device_factor;
+    const view<T> out(static_cast<T *>(r.out.data), r.out.row_stride, r.out.head_stride);
+    for (int64_t i = int64_t(blockIdx.x) * rounding_threads + threadIdx.x; i < total;
+         i += int64_t(gridDim.x) * rounding_threads) {
+        const int64_t vector = i / quads, row = r.first_row + vector / r.heads, head = vector % r.heads;
+        const int place = static_cast<int>(i % quads) * 4;
+        int terms = r.terms;
+        if (r.counts != nullptr) {
+            terms = r.counts[head / r.heads_per_count * r.count_stride + row] * r.terms_per_count;
+        }
+        const float *sums = r.sums + vector * r.terms * r.dim + place;
+        float4 sum = {0, 0, 0, 0};
+        for (int t = 0; t < terms; t++) {
+            const float4 term = __ldcs(reinterpret_cast<const float4 *>(sums + int64_t(t) * r.dim));
+            sum = {sum.x + term.x, sum.y + term.y, sum.z + term.z, sum.w + term.w};
+        }
+        T *target = out.at(row, head) + sum_column(place);
+        store_pair<T>(target, sum.x * factor, sum.y * factor);
+        store_pair<T>(target + 8, sum.z * factor, sum.w * factor);
+    }
+}
+
+fmsa_status round_sums(const rounding &r, cudaStream_t stream) {
+    return with_type(r.dtype, [&](auto type) {
+        typedef decltype(type) T;
+        const unsigned grid = fmsa_cuda_grid(r.rows * r.heads * (r.dim / 4), rounding_threads);
+        return launch("round_sums", round_kernel<T>, grid, rounding_threads, 0, stream, r);
+    });
+}
+
+} // namespace fmsa
