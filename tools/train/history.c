@@ -110,7 +110,7 @@ bool history_write_picture(const char *path, const named_history *runs, int coun
         add_series(&panels[2], open_series(h, "block recall", recall_color, true, offsetof(record, recall)));
         add_series(&panels[2], open_series(h, "attention mass", mass_color, true, offsetof(record, mass)));
         p.panel_count = 3;
-        p.marker_x = ceil(runs[i].settings->warmup * (double)runs[i].settings->steps);
+        p.marker_x = (double)runs[i].settings->warmup_steps;
         snprintf(marker_label, sizeof marker_label,
                  "Until the dotted line (step %.0f): warm-up with dense attention; from there on: sparse.", p.marker_x);
         p.marker_label = marker_label;

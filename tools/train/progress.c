@@ -51,45 +51,38 @@ static void append_bar(line *l, const run *r) {
     append(l, "]");
 }
 
-static void append_time_left(line *l, const progress *p, const run *r) {
-    if (p->step_seconds == 0) return;
-    const long left = lround(p->step_seconds * (double)(r->settings.steps - r->step));
-    append(l, "  %ld:%02ld left", left / 60, left % 60);
-}
-
-static line describe(const progress *p, const run *r) {
+static line describe(const progress_state *state) {
     static const char *const phases[] = {
         [PHASE_DENSE] = "dense", [PHASE_WARMUP] = "msa warm-up", [PHASE_SPARSE] = "msa sparse"};
+    const run *r = state->run;
     const history *h = &r->history;
     const record *last = h->count > 0 ? &h->records[h->count - 1] : NULL;
     const record *evaluated = history_last_evaluation(h);
-    const run_sums *sums = &r->sums;
+    const record *dense = state->dense != NULL ? history_last_evaluation(&state->dense->history) : NULL;
+    const long left = lround(state->seconds_left);
     line l = {.length = 0};
     append(&l, "%-11s ", phases[run_phase(r)]);
     append_bar(&l, r);
-    append(&l, " %lld/%lld", (long long)r->step, (long long)r->settings.steps);
-    append_time_left(&l, p, r);
-    const double steps = (double)sums->steps;
-    const bool has_sums = sums->steps > 0;
-    append_value(&l, "train",
-                 has_sums       ? sums->training_loss / steps
-                 : last != NULL ? last->training_loss
-                                : NAN,
-                 "%.3f", 1);
+    append(&l, " %lld/%lld  %ld:%02ld left", (long long)r->step, (long long)r->settings.steps, left / 60, left % 60);
+    if (r->sums.steps > 0) append(&l, "  train %.3f", r->sums.training_loss / (double)r->sums.steps);
+    if (r->sums.steps == 0 && last != NULL) append_value(&l, "train", last->training_loss, "%.3f", 1);
     if (evaluated != NULL) append_value(&l, "valid", evaluated->validation_loss, "%.3f", 1);
-    if (!r->settings.dense) {
-        append_value(&l, "KL", has_sums ? sums->kl / steps : last != NULL ? last->kl : NAN, "%.3f", 1);
-    }
+    if (dense != NULL) append(&l, " (dense %.3f)", dense->validation_loss);
+    if (!r->settings.dense && r->sums.steps > 0) append(&l, "  KL %.3f", r->sums.kl / (double)r->sums.steps);
+    if (r->sums.steps == 0 && last != NULL) append_value(&l, "KL", last->kl, "%.3f", 1);
     if (evaluated != NULL) append_value(&l, "recall", evaluated->recall, "%.0f%%", 100);
     if (evaluated != NULL) append_value(&l, "mass", evaluated->mass, "%.0f%%", 100);
-    if (has_sums) append(&l, "  %.1fk tok/s", steps * (double)r->model.rows / sums->seconds / 1000);
-    if (!has_sums && last != NULL && last->tokens_per_second > 0)
-        append(&l, "  %.1fk tok/s", last->tokens_per_second / 1000);
+    if (state->step_seconds > 0) append(&l, "  %.1fk tokens/s", (double)r->model.rows / state->step_seconds / 1000);
     return l;
 }
 
-void progress_show(progress *p, const run *r, bool done) {
-    line l = describe(p, r);
+bool progress_is_due(const progress *p) {
+    const double pause = p->on_terminal ? seconds_between_redraws : seconds_between_lines;
+    return fmsa_tool_seconds() - p->last_shown >= pause;
+}
+
+void progress_show(progress *p, const progress_state *state, bool done) {
+    line l = describe(state);
     if (p->on_terminal) {
         /* A line that wraps could not be redrawn. */
         const size_t columns = (size_t)terminal_columns();
@@ -101,13 +94,4 @@ void progress_show(progress *p, const run *r, bool done) {
     fflush(stdout);
     p->line_open = p->on_terminal && !done;
     p->last_shown = fmsa_tool_seconds();
-}
-
-void progress_step(progress *p, const run *r, double seconds) {
-    const attention_phase phase = run_phase(r);
-    const bool afresh = p->step_seconds == 0 || p->step_phase != phase;
-    p->step_seconds = afresh ? seconds : 0.9 * p->step_seconds + 0.1 * seconds;
-    p->step_phase = phase;
-    const double pause = p->on_terminal ? seconds_between_redraws : seconds_between_lines;
-    if (fmsa_tool_seconds() - p->last_shown >= pause) progress_show(p, r, false);
 }

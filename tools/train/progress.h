@@ -9,18 +9,24 @@
 
 typedef struct progress {
     bool on_terminal;
-    bool line_open;      /* the terminal's current line is ours and unfinished */
-    double last_shown;   /* on the clock */
-    double step_seconds; /* of a recent step, smoothed; 0 before the first */
-    attention_phase step_phase;
+    bool line_open;    /* the terminal's current line is ours and unfinished */
+    double last_shown; /* on the clock */
 } progress;
+
+/* The run to show, and beside it the validation loss of another. */
+typedef struct progress_state {
+    const run *run;
+    const run *dense; /* NULL unless the run is compared with it */
+    double seconds_left;
+    double step_seconds; /* of the run's recent steps */
+} progress_state;
 
 void progress_open(progress *progress);
 
-/* To be called after each step: takes its time, and shows the state when it is time to. */
-void progress_step(progress *progress, const run *run, double seconds);
+/* Whether it is time to show the state again. */
+bool progress_is_due(const progress *progress);
 
-/* Shows the state at once; done: and leaves it on the screen. */
-void progress_show(progress *progress, const run *run, bool done);
+/* Shows the state; done: and leaves it on the screen. */
+void progress_show(progress *progress, const progress_state *state, bool done);
 
 #endif

@@ -1,6 +1,5 @@
 #include "session.h"
 
-#include <math.h>
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
@@ -11,7 +10,6 @@
 #include "files.h"
 #include "gemm.h"
 #include "interrupt.h"
-#include "plan.h"
 #include "threads.h"
 
 enum { PATH_BYTES = 4096 };
@@ -21,7 +19,7 @@ enum { RECORDS_AN_EVALUATION = 5 };
 
 static const double most_seconds_between_checkpoints = 30;
 
-/* What a comparison's last measurements need, and a margin, for other programs may slow this one down. */
+/* What a comparison's last measurements need, and a margin, since other programs may slow this one down at the end. */
 static const double seconds_for_summary = 6, planned_share = 0.93;
 
 void session_path(const session *s, const char *name, char *path, size_t path_bytes) {
@@ -66,23 +64,24 @@ static void describe(const session *s, const model *m) {
     fflush(stdout);
 }
 
-/* Fixes steps and evaluate_every where neither an option nor a checkpoint did. */
+/* Fixes the steps where neither an option nor a checkpoint did. */
 static bool plan(session *s, double begin) {
     train_settings *settings = &s->settings;
     const bool compare = s->options->compare;
     if (settings->steps == 0) {
-        pace pace;
-        if (!plan_measure(&pace, settings, &s->corpus, compare)) return false;
+        if (!pace_measure(&s->pace, settings, &s->corpus, compare)) return false;
         const double summary = compare ? seconds_for_summary : 0;
-        const double left = s->options->seconds - (fmsa_tool_seconds() - begin) - summary;
-        settings->steps = plan_steps(&pace, settings, compare, planned_share * left);
+        s->deadline = begin + planned_share * s->options->seconds - summary;
+        s->last_plan = fmsa_tool_seconds();
+        plan_steps(&s->pace, settings, compare, 0, s->deadline - s->last_plan);
     }
-    if (settings->evaluate_every == 0) settings->evaluate_every = (settings->steps - 1) / EVALUATIONS_A_RUN + 1;
-    const long long warmup = settings->dense ? 0 : (long long)ceil(settings->warmup * (double)settings->steps);
-    printf("plan     %lld steps of %d sequences of %d bytes", (long long)settings->steps, settings->batch,
-           settings->shape.context);
-    if (compare || !settings->dense) printf(", the first %lld with dense attention as warm-up", warmup);
-    printf("%s\n", compare ? "; first the dense run, then MSA" : "");
+    plan_from_steps(settings);
+    printf("plan     %s%lld steps of %d sequences of %d bytes", s->deadline > 0 ? "about " : "",
+           (long long)settings->steps, settings->batch, settings->shape.context);
+    if (compare || !settings->dense) {
+        printf(", the first %lld with dense attention as warm-up", (long long)settings->warmup_steps);
+    }
+    printf("%s\n", compare ? "; dense and MSA in turn" : "");
     fflush(stdout);
     return true;
 }
@@ -121,13 +120,17 @@ static bool write_curves(const session *s) {
     return history_write_picture(path, histories, s->run_count);
 }
 
-static bool save(const session *s, const run *r) {
-    char path[PATH_BYTES];
-    checkpoint_path(s->options->out, settings_run_name(&r->settings), path);
-    return checkpoint_save(path, r) && write_curves(s);
+static bool save(session *s) {
+    for (int i = 0; i < s->run_count; i++) {
+        char path[PATH_BYTES];
+        checkpoint_path(s->options->out, settings_run_name(&s->runs[i].settings), path);
+        if (!checkpoint_save(path, &s->runs[i])) return false;
+    }
+    s->last_save = fmsa_tool_seconds();
+    return write_curves(s);
 }
 
-/* ---- One run. ---- */
+/* ---- Runs. ---- */
 
 static bool same_settings_but_attention(const train_settings *a, const train_settings *b) {
     train_settings other = *b;
@@ -176,8 +179,9 @@ static void print_argument(const char *argument) {
     printf("'");
 }
 
-static void say_how_to_resume(const session *s, const run *r) {
+static void say_how_to_resume(const session *s) {
     const train_options *o = s->options;
+    const run *r = &s->runs[s->run_count - 1];
     char path[PATH_BYTES];
     checkpoint_path(o->out, settings_run_name(&r->settings), path);
     printf("Stopped after step %lld of %lld; nothing is lost. To go on:\n\n    flashmsa train", (long long)r->step,
@@ -205,55 +209,109 @@ static bool is_recorded(const train_settings *t, int64_t step) {
     return every > 0 && step % every == 0;
 }
 
-static bool train_one_step(session *s, run *r, double *last_save) {
+static bool record_run(session *s, run *r, bool evaluate) {
     const double begin = fmsa_tool_seconds();
-    if (!run_step(r)) return false;
-    progress_step(&s->progress, r, fmsa_tool_seconds() - begin);
-    const bool evaluated = is_evaluated(&r->settings, r->step);
-    if ((evaluated || is_recorded(&r->settings, r->step)) && !run_record(r, evaluated)) return false;
-    if (!evaluated && fmsa_tool_seconds() - *last_save < most_seconds_between_checkpoints) return true;
-    *last_save = fmsa_tool_seconds();
-    if (evaluated) progress_show(&s->progress, r, r->step == r->settings.steps);
-    return save(s, r);
+    if (!run_record(r, evaluate)) return false;
+    if (evaluate) pace_observe_evaluation(&s->pace, fmsa_tool_seconds() - begin);
+    return true;
 }
 
-static outcome train_run(session *s, run *r) {
-    progress_open(&s->progress);
-    double last_save = fmsa_tool_seconds();
-    bool ok = r->history.count > 0 || run_record(r, true);
-    while (ok && r->step < r->settings.steps) {
-        const int64_t stop_after = s->options->stop_after;
-        if (interrupt_signal() != 0 || (stop_after > 0 && r->step >= stop_after)) {
-            progress_show(&s->progress, r, true);
-            if (!save(s, r)) return OUTCOME_FAILED;
-            say_how_to_resume(s, r);
+static void show(session *s, bool done) {
+    const run *r = &s->runs[s->run_count - 1];
+    const progress_state state = {.run = r,
+                                  .dense = s->options->compare ? &s->runs[0] : NULL,
+                                  .seconds_left =
+                                      plan_seconds_left(&s->pace, &r->settings, s->options->compare, r->step),
+                                  .step_seconds = s->pace.recent[run_phase(r)]};
+    progress_show(&s->progress, &state, done);
+}
+
+/* Fits the steps to the time left, while there is still enough training ahead for the learning rate to follow. */
+static void plan_again(session *s) {
+    const double now = fmsa_tool_seconds(), settled_share = 0.75, seconds_between_plans = 2;
+    const int64_t step = s->runs[0].step;
+    if (s->deadline == 0 || now - s->last_plan < seconds_between_plans) return;
+    if ((double)step > settled_share * (double)s->settings.steps) return;
+    s->last_plan = now;
+    plan_steps(&s->pace, &s->settings, s->options->compare, step, s->deadline - now);
+    for (int i = 0; i < s->run_count; i++) {
+        const int32_t dense = s->runs[i].settings.dense;
+        s->runs[i].settings = s->settings;
+        s->runs[i].settings.dense = dense;
+    }
+}
+
+static bool is_last_run(const session *s, const run *r) {
+    return r == &s->runs[s->run_count - 1];
+}
+
+static bool train_one_step(session *s, run *r) {
+    const attention_phase phase = settings_phase(&r->settings, r->step);
+    const double begin = fmsa_tool_seconds();
+    if (!run_step(r)) return false;
+    pace_observe_step(&s->pace, phase, fmsa_tool_seconds() - begin);
+    const bool evaluated = is_evaluated(&r->settings, r->step);
+    if ((evaluated || is_recorded(&r->settings, r->step)) && !record_run(s, r, evaluated)) return false;
+    if (!is_last_run(s, r)) return true;
+    if (evaluated || progress_is_due(&s->progress)) show(s, r->step == r->settings.steps);
+    if (!evaluated && fmsa_tool_seconds() - s->last_save < most_seconds_between_checkpoints) return true;
+    return save(s);
+}
+
+/* The run that has taken the fewest steps; the dense one when both have taken as many. */
+static run *next_run(session *s) {
+    run *next = &s->runs[0];
+    for (int i = 1; i < s->run_count; i++) {
+        if (s->runs[i].step < next->step) next = &s->runs[i];
+    }
+    return next;
+}
+
+static bool must_stop(const session *s, const run *next) {
+    const int64_t stop_after = s->options->stop_after;
+    return interrupt_signal() != 0 || (stop_after > 0 && next->step >= stop_after);
+}
+
+static outcome train_to_end(session *s) {
+    for (run *r = next_run(s); r->step < r->settings.steps; r = next_run(s)) {
+        if (must_stop(s, r)) {
+            show(s, true);
+            if (!save(s)) return OUTCOME_FAILED;
+            say_how_to_resume(s);
             return OUTCOME_STOPPED;
         }
-        ok = train_one_step(s, r, &last_save);
+        if (!train_one_step(s, r)) return OUTCOME_FAILED;
+        if (is_last_run(s, r)) plan_again(s);
     }
-    if (!ok && s->progress.line_open) printf("\n");
-    return ok ? OUTCOME_COMPLETE : OUTCOME_FAILED;
+    return save(s) ? OUTCOME_COMPLETE : OUTCOME_FAILED;
 }
 
 /* A fresh comparison must not leave the other run's old checkpoint for a later resume to find. */
 static void remove_old_checkpoints(const session *s) {
     static const char *const names[] = {"dense", "msa"};
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < MOST_RUNS; i++) {
         char path[PATH_BYTES];
         checkpoint_path(s->options->out, names[i], path);
         unlink(path);
     }
 }
 
-outcome session_train(session *s) {
-    const int count = s->options->compare ? 2 : 1;
+static bool open_runs(session *s) {
+    const int count = s->options->compare ? MOST_RUNS : 1;
     if (s->options->compare && s->options->resume == NULL) remove_old_checkpoints(s);
     for (int i = 0; i < count; i++) {
-        const bool dense = s->options->compare ? i == 0 : s->settings.dense;
-        if (!open_run(s, &s->runs[i], dense)) return OUTCOME_FAILED;
+        run *r = &s->runs[i];
+        if (!open_run(s, r, s->options->compare ? i == 0 : s->settings.dense)) return false;
         s->run_count++;
-        const outcome result = train_run(s, &s->runs[i]);
-        if (result != OUTCOME_COMPLETE) return result;
+        if (r->history.count == 0 && !record_run(s, r, true)) return false;
     }
-    return write_curves(s) ? OUTCOME_COMPLETE : OUTCOME_FAILED;
+    return true;
+}
+
+outcome session_train(session *s) {
+    progress_open(&s->progress);
+    s->last_save = fmsa_tool_seconds();
+    const outcome result = open_runs(s) ? train_to_end(s) : OUTCOME_FAILED;
+    if (s->progress.line_open) printf("\n");
+    return result;
 }

@@ -1,8 +1,10 @@
-/* One call of `flashmsa train`: the options, the text, and the runs that it trains one after the other. */
+/* One call of `flashmsa train`: the options, the text, and the runs that it trains. The two runs of a comparison take
+ * their steps in turn, so that whatever else the machine does slows both alike. */
 #ifndef TRAIN_SESSION_H
 #define TRAIN_SESSION_H
 
 #include "options.h"
+#include "plan.h"
 #include "progress.h"
 #include "run.h"
 
@@ -16,6 +18,10 @@ typedef struct session {
     corpus corpus;
     run runs[MOST_RUNS]; /* the first run_count are open */
     int run_count;
+    pace pace;
+    double deadline;  /* on the clock; the steps are fitted to it as the speed changes. 0: the steps are fixed */
+    double last_plan; /* on the clock, as the next */
+    double last_save;
     progress progress;
 } session;
 

@@ -83,7 +83,7 @@ bool settings_check(const train_settings *s) {
 
 attention_phase settings_phase(const train_settings *s, int64_t step) {
     if (s->dense) return PHASE_DENSE;
-    return (double)step < s->warmup * (double)s->steps ? PHASE_WARMUP : PHASE_SPARSE;
+    return step < s->warmup_steps ? PHASE_WARMUP : PHASE_SPARSE;
 }
 
 const char *settings_run_name(const train_settings *s) {

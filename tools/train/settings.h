@@ -10,9 +10,10 @@ typedef struct train_settings {
     int32_t batch;
     int32_t dense; /* 1: dense attention without proxies throughout */
     int64_t steps;
+    int64_t warmup_steps;   /* the first of them, unless dense */
     int64_t evaluate_every; /* steps */
     int64_t seed;
-    double warmup; /* share of the steps */
+    double warmup; /* share of the steps, from which warmup_steps follows */
     double learning_rate, kl_weight, weight_decay;
 } train_settings;
 
