@@ -61,12 +61,17 @@ bool history_write_csv(const char *path, const named_history *runs, int count) {
 
 /* ---- Picture. ---- */
 
-static const char dense_color[] = "#6b7280", msa_color[] = "#d9480f", recall_color[] = "#1c7ed6",
+static const char dense_color[] = "#aeb6c2", msa_color[] = "#d9480f", recall_color[] = "#1c7ed6",
                   mass_color[] = "#2b8a3e";
 
-static plot_series open_series(const history *h, const char *label, const char *color, bool is_evaluated,
+static plot_series open_series(const history *h, const char *label, const char *color, int width, bool is_evaluated,
                                size_t field_offset) {
-    plot_series s = {.label = label, .color = color, .dashed = !is_evaluated, .dots = is_evaluated, .count = h->count};
+    plot_series s = {.label = label,
+                     .color = color,
+                     .width = width,
+                     .dashed = !is_evaluated,
+                     .dots = is_evaluated,
+                     .count = h->count};
     s.x = train_allocate(h->count, sizeof *s.x);
     s.y = train_allocate(h->count, sizeof *s.y);
     for (int64_t i = 0; i < h->count; i++) {
@@ -96,19 +101,25 @@ bool history_write_picture(const char *path, const named_history *runs, int coun
     snprintf(title, sizeof title, "Training with MSA: %d of %d blocks of %d bytes", (int)shape->attention.top_k,
              (int)((shape->context + shape->attention.block_size - 1) / shape->attention.block_size),
              (int)shape->attention.block_size);
-    plot p = {.title = title, .x_title = "steps", .marker_x = NAN, .panels = panels, .panel_count = 1};
+    plot p = {.title = title,
+              .x_title = "steps",
+              .greatest_x = (double)runs[count - 1].settings->steps,
+              .marker_x = NAN,
+              .panels = panels,
+              .panel_count = 1};
     for (int i = 0; i < count; i++) {
         const history *h = runs[i].history;
         const bool is_dense = runs[i].settings->dense;
         const char *color = is_dense ? dense_color : msa_color;
-        add_series(&panels[0], open_series(h, is_dense ? "dense, training" : "MSA, training", color, false,
+        const int width = is_dense ? 5 : 2;
+        add_series(&panels[0], open_series(h, is_dense ? "dense, training" : "MSA, training", color, width, false,
                                            offsetof(record, training_loss)));
-        add_series(&panels[0], open_series(h, is_dense ? "dense, validation" : "MSA, validation", color, true,
+        add_series(&panels[0], open_series(h, is_dense ? "dense, validation" : "MSA, validation", color, width, true,
                                            offsetof(record, validation_loss)));
         if (is_dense) continue;
-        add_series(&panels[1], open_series(h, "training", msa_color, false, offsetof(record, kl)));
-        add_series(&panels[2], open_series(h, "block recall", recall_color, true, offsetof(record, recall)));
-        add_series(&panels[2], open_series(h, "attention mass", mass_color, true, offsetof(record, mass)));
+        add_series(&panels[1], open_series(h, "training", msa_color, 2, false, offsetof(record, kl)));
+        add_series(&panels[2], open_series(h, "block recall", recall_color, 2, true, offsetof(record, recall)));
+        add_series(&panels[2], open_series(h, "attention mass", mass_color, 2, true, offsetof(record, mass)));
         p.panel_count = 3;
         p.marker_x = (double)runs[i].settings->warmup_steps;
         snprintf(marker_label, sizeof marker_label,

@@ -50,34 +50,40 @@ static bool is_point(const plot_series *s, int64_t i) {
     return isfinite(s->x[i]) && isfinite(s->y[i]);
 }
 
-static axis y_axis(const plot_panel *p) {
-    double least = INFINITY, greatest = -INFINITY;
+/* The range of the points from a share of the horizontal axis on. */
+static void find_range(const plot_panel *p, double from_x, double *least, double *greatest) {
+    *least = INFINITY;
+    *greatest = -INFINITY;
     for (int s = 0; s < p->series_count; s++) {
         for (int64_t i = 0; i < p->series[s].count; i++) {
-            if (!is_point(&p->series[s], i)) continue;
-            least = fmin(least, p->series[s].y[i]);
-            greatest = fmax(greatest, p->series[s].y[i]);
+            if (!is_point(&p->series[s], i) || p->series[s].x[i] < from_x) continue;
+            *least = fmin(*least, p->series[s].y[i]);
+            *greatest = fmax(*greatest, p->series[s].y[i]);
         }
     }
+}
+
+static axis y_axis(const plot_panel *p, double greatest_x) {
+    const double start_share = 0.08;
+    double least, greatest;
+    find_range(p, 0, &least, &greatest);
     if (p->is_share) {
         axis a = axis_over(fmin(least, 0.9), 1, 4);
         a.greatest = 1;
         return a;
     }
+    double least_later, greatest_later;
+    find_range(p, start_share * greatest_x, &least_later, &greatest_later);
+    if (least_later < greatest_later) {
+        least = least_later;
+        greatest = greatest_later;
+    }
     return axis_over(least, greatest, 5);
 }
 
 static axis x_axis(const plot *p) {
-    double greatest = 1;
-    for (int i = 0; i < p->panel_count; i++) {
-        for (int s = 0; s < p->panels[i].series_count; s++) {
-            const plot_series *series = &p->panels[i].series[s];
-            for (int64_t j = 0; j < series->count; j++)
-                greatest = fmax(greatest, series->x[j]);
-        }
-    }
-    axis a = axis_over(0, greatest, 8);
-    a.greatest = greatest;
+    axis a = axis_over(0, p->greatest_x, 8);
+    a.greatest = p->greatest_x;
     return a;
 }
 
@@ -119,8 +125,8 @@ static void write_x_ticks(FILE *out, const axis *x, double bottom, bool labels) 
 }
 
 static void write_series(FILE *out, const plot_series *s, const axis *x, const axis *y, double top) {
-    fprintf(out, "<polyline fill=\"none\" stroke=\"%s\" stroke-width=\"2\" stroke-dasharray=\"%s\" points=\"", s->color,
-            s->dashed ? "6 4" : "none");
+    fprintf(out, "<polyline fill=\"none\" stroke=\"%s\" stroke-width=\"%d\" stroke-dasharray=\"%s\" points=\"",
+            s->color, s->width, s->dashed ? "6 4" : "none");
     for (int64_t i = 0; i < s->count; i++) {
         if (!is_point(s, i)) continue;
         fprintf(out, "%.1f,%.1f ", LEFT + PLOT_WIDTH * place(x, s->x[i]), top + PANEL_HEIGHT * (1 - place(y, s->y[i])));
@@ -128,9 +134,22 @@ static void write_series(FILE *out, const plot_series *s, const axis *x, const a
     fprintf(out, "\"/>\n");
     for (int64_t i = 0; s->dots && i < s->count; i++) {
         if (!is_point(s, i)) continue;
-        fprintf(out, "<circle cx=\"%.1f\" cy=\"%.1f\" r=\"3\" fill=\"%s\"/>\n", LEFT + PLOT_WIDTH * place(x, s->x[i]),
-                top + PANEL_HEIGHT * (1 - place(y, s->y[i])), s->color);
+        fprintf(out, "<circle cx=\"%.1f\" cy=\"%.1f\" r=\"%.1f\" fill=\"%s\"/>\n",
+                LEFT + PLOT_WIDTH * place(x, s->x[i]), top + PANEL_HEIGHT * (1 - place(y, s->y[i])), 2 + s->width / 2.0,
+                s->color);
     }
+}
+
+/* A dot at the edge of the panel is shown whole, except at the top, where curves are cut off. */
+static void write_curves(FILE *out, const plot_panel *panel, const axis *x, const axis *y, double top) {
+    const int margin = 6;
+    fprintf(out,
+            "<clipPath id=\"panel%.0f\"><rect x=\"%d\" y=\"%.1f\" width=\"%d\" height=\"%d\"/></clipPath>\n"
+            "<g clip-path=\"url(#panel%.0f)\">\n",
+            top, LEFT - margin, top, PLOT_WIDTH + 2 * margin, PANEL_HEIGHT + margin, top);
+    for (int s = 0; s < panel->series_count; s++)
+        write_series(out, &panel->series[s], x, y, top);
+    fprintf(out, "</g>\n");
 }
 
 /* The legend stands to the right of the panel's title, above its frame, so that it can never cover a curve. */
@@ -145,15 +164,16 @@ static void write_legend(FILE *out, const plot_panel *p, double top) {
         x -= letters * letter;
         write_text(out, x, top - 10, "start", 12, "normal", series->label);
         fprintf(out,
-                "<line x1=\"%.1f\" y1=\"%.1f\" x2=\"%.1f\" y2=\"%.1f\" stroke=\"%s\" stroke-width=\"2\" "
+                "<line x1=\"%.1f\" y1=\"%.1f\" x2=\"%.1f\" y2=\"%.1f\" stroke=\"%s\" stroke-width=\"%d\" "
                 "stroke-dasharray=\"%s\"/>\n",
-                x - LEGEND_LINE - 5, top - 14, x - 5, top - 14, series->color, series->dashed ? "6 4" : "none");
+                x - LEGEND_LINE - 5, top - 14, x - 5, top - 14, series->color, series->width,
+                series->dashed ? "6 4" : "none");
         x -= LEGEND_LINE + 5 + gap;
     }
 }
 
 static void write_panel(FILE *out, const plot *p, const plot_panel *panel, const axis *x, double top, bool is_last) {
-    const axis y = y_axis(panel);
+    const axis y = y_axis(panel, p->greatest_x);
     const double bottom = top + PANEL_HEIGHT;
     write_y_ticks(out, &y, top, panel->is_share);
     write_x_ticks(out, x, bottom, is_last);
@@ -163,8 +183,7 @@ static void write_panel(FILE *out, const plot *p, const plot_panel *panel, const
         const double at = LEFT + PLOT_WIDTH * place(x, p->marker_x);
         write_line(out, at, top, at, bottom, frame_color, "3 3");
     }
-    for (int s = 0; s < panel->series_count; s++)
-        write_series(out, &panel->series[s], x, &y, top);
+    write_curves(out, panel, x, &y, top);
     write_text(out, LEFT, top - 10, "start", 14, "bold", panel->title);
     write_legend(out, panel, top);
     fprintf(out,

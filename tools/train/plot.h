@@ -7,10 +7,12 @@
 
 enum { PLOT_MOST_SERIES = 4 };
 
-/* Points whose y is NaN are left out. */
+/* Points whose y is NaN are left out. Where a curve starts far above the rest of it, its start is cut off at the top of
+ * the panel, so that the rest can be told apart. */
 typedef struct plot_series {
     const char *label;
     const char *color; /* as SVG spells it */
+    int width;         /* of the line; wide ones drawn first stay visible under narrow ones */
     bool dashed;
     bool dots; /* mark each point */
     int64_t count;
@@ -28,6 +30,7 @@ typedef struct plot_panel {
 typedef struct plot {
     const char *title;
     const char *x_title;
+    double greatest_x;
     double marker_x; /* a vertical line through all panels; NaN: none */
     const char *marker_label;
     const plot_panel *panels;
