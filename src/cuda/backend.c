@@ -7,6 +7,7 @@
 
 #include "backend.h"
 #include "launch.h"
+#include "portable.h"
 #include "schedule.h"
 #include "select.h"
 
@@ -177,13 +178,11 @@ static fmsa_status run_on_device(run_function *run, const fmsa_problem *problem,
     }
 OPERATION(select)
 OPERATION(schedule)
+OPERATION(forward)
+OPERATION(proxy_loss)
+OPERATION(backward)
+OPERATION(backward_with_proxy)
 #undef OPERATION
-
-static fmsa_status run_nothing(const fmsa_problem *problem, const fmsa_tensors *tensors, void *workspace,
-                               size_t workspace_bytes) {
-    (void)problem, (void)tensors, (void)workspace, (void)workspace_bytes;
-    return fmsa_fail(FMSA_ERROR_UNSUPPORTED, "device is FMSA_DEVICE_CUDA; this operation has no CUDA kernel yet");
-}
 
 static fmsa_status schedule_bytes(const fmsa_problem *problem, size_t *bytes) {
     *bytes = fmsa_cuda_schedule_bytes(problem);
@@ -196,10 +195,19 @@ static fmsa_status workspace_bytes(const fmsa_problem *problem, fmsa_operation o
         return fmsa_portable_select_workspace_bytes(problem, bytes);
     case FMSA_OPERATION_SCHEDULE:
         return fmsa_portable_schedule_workspace_bytes(problem, bytes);
-    default:
-        *bytes = 0;
-        return FMSA_OK;
+    case FMSA_OPERATION_FORWARD:
+        return fmsa_portable_forward_workspace_bytes(problem, bytes);
+    case FMSA_OPERATION_PROXY_LOSS:
+        return fmsa_portable_proxy_loss_workspace_bytes(problem, bytes);
+    case FMSA_OPERATION_BACKWARD:
+        return fmsa_portable_backward_workspace_bytes(problem, bytes);
+    case FMSA_OPERATION_BACKWARD_WITH_PROXY:
+        return fmsa_portable_backward_with_proxy_workspace_bytes(problem, bytes);
+    case FMSA_OPERATION_COUNT:
+        break;
     }
+    return fmsa_fail(FMSA_ERROR_ARGUMENT, "operation is %d; it must lie in 0 ... %d", (int)operation,
+                     FMSA_OPERATION_COUNT - 1);
 }
 
 const fmsa_backend fmsa_cuda_backend = {
@@ -211,10 +219,10 @@ const fmsa_backend fmsa_cuda_backend = {
         {
             [FMSA_OPERATION_SELECT] = run_select,
             [FMSA_OPERATION_SCHEDULE] = run_schedule,
-            [FMSA_OPERATION_FORWARD] = run_nothing,
-            [FMSA_OPERATION_PROXY_LOSS] = run_nothing,
-            [FMSA_OPERATION_BACKWARD] = run_nothing,
-            [FMSA_OPERATION_BACKWARD_WITH_PROXY] = run_nothing,
+            [FMSA_OPERATION_FORWARD] = run_forward,
+            [FMSA_OPERATION_PROXY_LOSS] = run_proxy_loss,
+            [FMSA_OPERATION_BACKWARD] = run_backward,
+            [FMSA_OPERATION_BACKWARD_WITH_PROXY] = run_backward_with_proxy,
         },
     .device_count = device_count,
     .device_description = device_description,
