@@ -38,7 +38,10 @@ typedef real vec __attribute__((vector_size(VECTOR_BYTES)));
 typedef real_bits ivec __attribute__((vector_size(VECTOR_BYTES)));
 typedef real vec_unaligned __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(real)), may_alias));
 
-#if defined(__clang__)
+/* Loops over registers must be unrolled to be fast; with a sanitizer's checks in them that would take minutes. */
+#if defined(FMSA_CPU_NO_UNROLL)
+#define UNROLL
+#elif defined(__clang__)
 #define UNROLL _Pragma("clang loop unroll(full)")
 #else
 #define UNROLL _Pragma("GCC unroll 16")
