@@ -33,11 +33,12 @@ static size_t element_bytes(const fmsa_call_view *view) {
 }
 
 static int64_t element_of(const fmsa_call_view *view, int64_t row, int64_t head) {
-    return row * view->tensor->row_stride + head * view->tensor->head_stride;
+    return row * view->opened.row_stride + head * view->opened.head_stride;
 }
 
 static void open_view(fmsa_call_view *view, const fmsa_tool_device *device) {
     const bool empty = view->rows == 0;
+    view->opened = *view->tensor;
     const int64_t elements = empty ? 0 : element_of(view, view->rows - 1, view->heads - 1) + view->dim;
     view->bytes = (size_t)elements * element_bytes(view);
     view->memory = fmsa_tool_alloc(device, view->bytes);
@@ -116,20 +117,20 @@ static void list_views(fmsa_call *call, const fmsa_case *c) {
     const int64_t q = g->total_q, k = g->total_k;
     const bool selects = c->block_indices == NULL;
     const fmsa_call_view views[FMSA_CALL_VIEWS] = {
-        {"q", &t->q, q, g->num_heads, g->head_dim, false, g->dtype, false, NULL, 0},
-        {"k", &t->k, k, g->num_kv_heads, g->head_dim, false, g->dtype, false, NULL, 0},
-        {"v", &t->v, k, g->num_kv_heads, g->head_dim, false, g->dtype, false, NULL, 0},
-        {"q_proxy", &t->q_proxy, q, g->num_proxy_heads, g->proxy_head_dim, false, g->dtype, false, NULL, 0},
-        {"k_proxy", &t->k_proxy, k, g->num_proxy_kv_heads, g->proxy_head_dim, false, g->dtype, false, NULL, 0},
-        {"dout", &t->dout, q, g->num_heads, g->head_dim, false, g->dtype, false, NULL, 0},
-        {"block_indices", &t->block_indices, q, g->num_proxy_heads, g->top_k, true, real, selects, NULL, 0},
-        {"out", &t->out, q, g->num_heads, g->head_dim, false, g->dtype, true, NULL, 0},
-        {"lse", &t->lse, q, g->num_heads, 1, false, real, true, NULL, 0},
-        {"dq", &t->dq, q, g->num_heads, g->head_dim, false, g->dtype, true, NULL, 0},
-        {"dk", &t->dk, k, g->num_kv_heads, g->head_dim, false, kv_grad, true, NULL, 0},
-        {"dv", &t->dv, k, g->num_kv_heads, g->head_dim, false, kv_grad, true, NULL, 0},
-        {"dq_proxy", &t->dq_proxy, q, g->num_proxy_heads, g->proxy_head_dim, false, g->dtype, true, NULL, 0},
-        {"dk_proxy", &t->dk_proxy, k, g->num_proxy_kv_heads, g->proxy_head_dim, false, kv_grad, true, NULL, 0},
+        {"q", &t->q, q, g->num_heads, g->head_dim, false, g->dtype, false, NULL, 0, {0}},
+        {"k", &t->k, k, g->num_kv_heads, g->head_dim, false, g->dtype, false, NULL, 0, {0}},
+        {"v", &t->v, k, g->num_kv_heads, g->head_dim, false, g->dtype, false, NULL, 0, {0}},
+        {"q_proxy", &t->q_proxy, q, g->num_proxy_heads, g->proxy_head_dim, false, g->dtype, false, NULL, 0, {0}},
+        {"k_proxy", &t->k_proxy, k, g->num_proxy_kv_heads, g->proxy_head_dim, false, g->dtype, false, NULL, 0, {0}},
+        {"dout", &t->dout, q, g->num_heads, g->head_dim, false, g->dtype, false, NULL, 0, {0}},
+        {"block_indices", &t->block_indices, q, g->num_proxy_heads, g->top_k, true, real, selects, NULL, 0, {0}},
+        {"out", &t->out, q, g->num_heads, g->head_dim, false, g->dtype, true, NULL, 0, {0}},
+        {"lse", &t->lse, q, g->num_heads, 1, false, real, true, NULL, 0, {0}},
+        {"dq", &t->dq, q, g->num_heads, g->head_dim, false, g->dtype, true, NULL, 0, {0}},
+        {"dk", &t->dk, k, g->num_kv_heads, g->head_dim, false, kv_grad, true, NULL, 0, {0}},
+        {"dv", &t->dv, k, g->num_kv_heads, g->head_dim, false, kv_grad, true, NULL, 0, {0}},
+        {"dq_proxy", &t->dq_proxy, q, g->num_proxy_heads, g->proxy_head_dim, false, g->dtype, true, NULL, 0, {0}},
+        {"dk_proxy", &t->dk_proxy, k, g->num_proxy_kv_heads, g->proxy_head_dim, false, kv_grad, true, NULL, 0, {0}},
     };
     memcpy(call->views, views, sizeof views);
 }

@@ -21,6 +21,7 @@ typedef struct fmsa_call_view {
     bool is_output;
     void *memory;
     size_t bytes;
+    fmsa_tensor opened; /* the tensor as it was opened: tests may set another */
 } fmsa_call_view;
 
 typedef struct fmsa_call {

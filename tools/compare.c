@@ -86,10 +86,10 @@ static operands operands_of(const fmsa_config *c, const fmsa_reference_outputs *
     return (operands){&r->kl, &s->kl, &x->kl, 1, 1};
 }
 
-static double greatest_lse(const fmsa_config *c, const double *lse) {
+static double greatest_finite(const double *values, int64_t count) {
     double greatest = 0;
-    for (int64_t i = 0; i < c->total_q * c->num_heads; i++) {
-        if (isfinite(lse[i])) greatest = fmax(greatest, fabs(lse[i]));
+    for (int64_t i = 0; i < count; i++) {
+        if (isfinite(values[i])) greatest = fmax(greatest, fabs(values[i]));
     }
     return greatest;
 }
@@ -134,7 +134,9 @@ void fmsa_compare(const fmsa_case *c, const fmsa_reference_outputs *result, cons
     const fmsa_config *g = &c->config;
     const double u = fmsa_unit_roundoff(g->dtype);
     const double w = g->dtype == FMSA_DTYPE_FP64 ? u : fmsa_unit_roundoff(FMSA_DTYPE_FP32);
-    const double softmax_floor = 8 * (1 + greatest_lse(g, exact->lse)) * w;
+    const double greatest_lse = fmax(greatest_finite(exact->lse, g->total_q * g->num_heads),
+                                     greatest_finite(exact->proxy_lse, g->total_q * g->num_proxy_heads));
+    const double softmax_floor = 8 * (1 + greatest_lse) * w;
     for (int i = 0; i < FMSA_QUANTITY_COUNT; i++) {
         const fmsa_quantity quantity = (fmsa_quantity)i;
         const operands o = operands_of(g, result, same_type, exact, quantity);

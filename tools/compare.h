@@ -6,10 +6,11 @@
  *
  * The floor of a row is (4 u + 8 (1 + L) w) times the length of the row plus the root mean square length of all rows:
  * u is the unit roundoff of the tensors' type and w that of the type that softmax is computed in (fp32, or fp64 with
- * fp64 tensors), and L the greatest |lse| of the case, since a rounded score or LSE of size L changes a probability by
- * w L. lse and kl are of the softmax's type: u is w for them. Where the quantity is a difference of terms that can
- * cancel (dP - delta, r - w, log w - log r), 8 (1 + L) w times the length of the terms is added. The whole tensor's
- * floor is the same with its length for the row's. Infinite values must be met exactly, and NaN is always an error. */
+ * fp64 tensors), and L the greatest |lse| of the case, main or proxy, since a rounded score or LSE of size L changes a
+ * probability by w L. lse and kl are of the softmax's type: u is w for them. Where the quantity is a difference of
+ * terms that can cancel (dP - delta, r - w, log w - log r), 8 (1 + L) w times the length of the terms is added. The
+ * whole tensor's floor is the same with its length for the row's. Infinite values must be met exactly, and NaN is
+ * always an error. */
 #ifndef FMSA_TOOL_COMPARE_H
 #define FMSA_TOOL_COMPARE_H
 

@@ -176,6 +176,7 @@ static double proxy_row(const evaluation *e, int64_t row, int64_t proxy_head, ro
             m->teacher[i] = narrow(e, m->teacher[i] + m->a[i] / (double)taught);
     }
     const double lse = probabilities(e, q_proxy, k_proxy, stride, dim, e->proxy_scale, m->keys, count, m->student);
+    e->results->proxy_lse[proxy_head * c->total_q + row] = lse;
 
     double divergence = 0;
     double *dq_proxy = e->results->dq_proxy + q_offset;
@@ -377,6 +378,7 @@ void fmsa_reference_outputs_open(fmsa_reference_outputs *outputs, const fmsa_con
     const size_t k_proxy = keys * (size_t)config->num_proxy_kv_heads * (size_t)config->proxy_head_dim;
     *outputs = (fmsa_reference_outputs){.out = fmsa_zeros(q, sizeof(double)),
                                         .lse = fmsa_zeros(rows * (size_t)config->num_heads, sizeof(double)),
+                                        .proxy_lse = fmsa_zeros(rows * (size_t)config->num_proxy_heads, sizeof(double)),
                                         .dq = fmsa_zeros(q, sizeof(double)),
                                         .dk = fmsa_zeros(kv, sizeof(double)),
                                         .dv = fmsa_zeros(kv, sizeof(double)),
@@ -387,6 +389,7 @@ void fmsa_reference_outputs_open(fmsa_reference_outputs *outputs, const fmsa_con
 void fmsa_reference_outputs_close(fmsa_reference_outputs *outputs) {
     free(outputs->out);
     free(outputs->lse);
+    free(outputs->proxy_lse);
     free(outputs->dq);
     free(outputs->dk);
     free(outputs->dv);

@@ -20,6 +20,7 @@ typedef struct fmsa_reference_inputs {
 
 typedef struct fmsa_reference_outputs {
     double *out, *lse;
+    double *proxy_lse; /* [Hp, Tq], of the student's scores; no operation gives it */
     double *dq, *dk, *dv, *dq_proxy, *dk_proxy;
     double kl;
 } fmsa_reference_outputs;
