@@ -5,9 +5,6 @@
 
 #include "failure.h"
 
-/* Enough for a steady figure, few enough to take a few steps' time. */
-enum { VALIDATION_SEQUENCES = 24 };
-
 /* Coprime to the block size, so that the sampled tokens lie anywhere in their block. */
 enum { TOKEN_SAMPLE_STRIDE = 17 };
 

@@ -5,6 +5,9 @@
 #include "corpus.h"
 #include "model.h"
 
+/* Sequences of an evaluation, up to whole batches: enough for a steady figure, few enough to take a few steps' time. */
+enum { VALIDATION_SEQUENCES = 24 };
+
 typedef struct evaluation {
     double loss;         /* nats a byte */
     double recall, mass; /* as in a record; NaN in the dense phase, or when no token sees more than top_k blocks */

@@ -3,6 +3,7 @@
 #include <math.h>
 
 #include "../clock.h"
+#include "metrics.h"
 #include "run.h"
 
 /* ---- Pace. ---- */
@@ -87,9 +88,10 @@ double plan_seconds_left(const pace *p, const train_settings *s, bool compare, i
         seconds += warmup_left * step_seconds(p, PHASE_WARMUP);
         seconds += (steps_left - warmup_left) * step_seconds(p, PHASE_SPARSE);
     }
-    /* Not yet seen, an evaluation is taken for 2 steps: 24 sequences, forward alone. */
+    /* A forward pass alone is about a third of a step. */
+    const double steps_an_evaluation = ceil((double)VALIDATION_SEQUENCES / s->batch) / 3;
     const double average = seconds / fmax(1, steps_left);
-    const double evaluation = p->evaluation > 0 ? (compare ? 2 : 1) * p->evaluation : 2 * average;
+    const double evaluation = p->evaluation > 0 ? (compare ? 2 : 1) * p->evaluation : steps_an_evaluation * average;
     return seconds + evaluation * EVALUATIONS_A_RUN * steps_left / (double)larger(1, s->steps);
 }
 

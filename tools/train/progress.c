@@ -34,45 +34,45 @@ __attribute__((format(printf, 2, 3))) static void append(line *l, const char *fo
     if (l->length >= sizeof l->text) l->length = sizeof l->text - 1;
 }
 
-static void append_value(line *l, const char *label, double value, const char *format, double unit) {
-    if (isnan(value)) return;
-    append(l, "  %s ", label);
-    char number[32];
-    snprintf(number, sizeof number, format, value * unit);
-    append(l, "%s", number);
-}
-
-static void append_bar(line *l, const run *r) {
-    enum { CELLS = 16 };
-    const int filled = (int)(CELLS * r->step / (r->settings.steps > 0 ? r->settings.steps : 1));
-    append(l, "[");
-    for (int i = 0; i < CELLS; i++)
+/* Takes the room that the rest of the line leaves, up to a pleasant width; none when there is hardly any. */
+static void append_bar(line *l, const run *r, int room) {
+    const int most_cells = 24, fewest_cells = 5, brackets = 3;
+    const int cells = room - brackets < most_cells ? room - brackets : most_cells;
+    if (cells < fewest_cells) return;
+    const int filled = (int)(cells * r->step / (r->settings.steps > 0 ? r->settings.steps : 1));
+    append(l, " [");
+    for (int i = 0; i < cells; i++)
         append(l, "%c", i < filled ? '#' : '.');
     append(l, "]");
 }
 
+static void append_value(line *l, const char *label, double value, const char *format, double unit) {
+    if (isnan(value)) return;
+    char number[32];
+    snprintf(number, sizeof number, format, value * unit);
+    append(l, " %s %s", label, number);
+}
+
+/* The figures behind the bar. */
 static line describe(const progress_state *state) {
-    static const char *const phases[] = {
-        [PHASE_DENSE] = "dense", [PHASE_WARMUP] = "msa warm-up", [PHASE_SPARSE] = "msa sparse"};
     const run *r = state->run;
     const history *h = &r->history;
     const record *last = h->count > 0 ? &h->records[h->count - 1] : NULL;
     const record *evaluated = history_last_evaluation(h);
     const record *dense = state->dense != NULL ? history_last_evaluation(&state->dense->history) : NULL;
+    const bool has_sums = r->sums.steps > 0;
+    const double steps = (double)r->sums.steps;
     const long left = lround(state->seconds_left);
     line l = {.length = 0};
-    append(&l, "%-11s ", phases[run_phase(r)]);
-    append_bar(&l, r);
-    append(&l, " %lld/%lld  %ld:%02ld left", (long long)r->step, (long long)r->settings.steps, left / 60, left % 60);
-    if (r->sums.steps > 0) append(&l, "  train %.3f", r->sums.training_loss / (double)r->sums.steps);
-    if (r->sums.steps == 0 && last != NULL) append_value(&l, "train", last->training_loss, "%.3f", 1);
+    append(&l, " %lld/%lld %ld:%02ld left", (long long)r->step, (long long)r->settings.steps, left / 60, left % 60);
+    if (last != NULL)
+        append_value(&l, "train", has_sums ? r->sums.training_loss / steps : last->training_loss, "%.3f", 1);
     if (evaluated != NULL) append_value(&l, "valid", evaluated->validation_loss, "%.3f", 1);
-    if (dense != NULL) append(&l, " (dense %.3f)", dense->validation_loss);
-    if (!r->settings.dense && r->sums.steps > 0) append(&l, "  KL %.3f", r->sums.kl / (double)r->sums.steps);
-    if (r->sums.steps == 0 && last != NULL) append_value(&l, "KL", last->kl, "%.3f", 1);
+    if (dense != NULL) append_value(&l, "dense", dense->validation_loss, "%.3f", 1);
+    if (last != NULL && !r->settings.dense) append_value(&l, "KL", has_sums ? r->sums.kl / steps : last->kl, "%.3f", 1);
     if (evaluated != NULL) append_value(&l, "recall", evaluated->recall, "%.0f%%", 100);
     if (evaluated != NULL) append_value(&l, "mass", evaluated->mass, "%.0f%%", 100);
-    if (state->step_seconds > 0) append(&l, "  %.1fk tokens/s", (double)r->model.rows / state->step_seconds / 1000);
+    if (state->step_seconds > 0) append(&l, " %.1fk tok/s", (double)r->model.rows / state->step_seconds / 1000);
     return l;
 }
 
@@ -82,11 +82,17 @@ bool progress_is_due(const progress *p) {
 }
 
 void progress_show(progress *p, const progress_state *state, bool done) {
-    line l = describe(state);
+    static const char *const phases[] = {
+        [PHASE_DENSE] = "dense", [PHASE_WARMUP] = "warm-up", [PHASE_SPARSE] = "sparse"};
+    const int columns = p->on_terminal ? terminal_columns() : 132;
+    const line figures = describe(state);
+    line l = {.length = 0};
+    append(&l, "%-7s", phases[run_phase(state->run)]);
+    append_bar(&l, state->run, columns - 1 - (int)(l.length + figures.length));
+    append(&l, "%s", figures.text);
     if (p->on_terminal) {
         /* A line that wraps could not be redrawn. */
-        const size_t columns = (size_t)terminal_columns();
-        if (l.length >= columns) l.text[columns - 1] = 0;
+        if (l.length >= (size_t)columns) l.text[columns - 1] = 0;
         printf("\r%s\033[K%s", l.text, done ? "\n" : "");
     } else {
         printf("%s\n", l.text);

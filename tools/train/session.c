@@ -54,9 +54,9 @@ static void describe(const session *s, const model *m) {
     printf("text     %d files: %lld bytes to train on, %lld for validation", s->corpus.files,
            (long long)s->corpus.training_bytes, (long long)s->corpus.validation_bytes);
     if (s->corpus.skipped > 0) printf("; %d files passed over, empty or not text", s->corpus.skipped);
-    printf("\nmodel    %.2f million weights: %d layers of width %d, %d query, %d key/value and %d proxy heads of %d\n",
-           (double)m->weight_count / 1e6, shape->layers, shape->dim, a->heads, a->kv_heads, a->proxy_heads,
-           a->head_dim);
+    printf("\nmodel    %.2f million weights; layers %d, width %d; heads of %d: %d query, %d key/value, %d proxy\n",
+           (double)m->weight_count / 1e6, shape->layers, shape->dim, a->head_dim, a->heads, a->kv_heads,
+           a->proxy_heads);
     printf("MSA      a byte sees %d of %d blocks of %d bytes\n",
            a->top_k < settings_blocks(&s->settings) ? a->top_k : settings_blocks(&s->settings),
            settings_blocks(&s->settings), a->block_size);
@@ -76,8 +76,8 @@ static bool plan(session *s, double begin) {
         plan_steps(&s->pace, settings, compare, 0, s->deadline - s->last_plan);
     }
     plan_from_steps(settings);
-    printf("plan     %s%lld steps of %d sequences of %d bytes", s->deadline > 0 ? "about " : "",
-           (long long)settings->steps, settings->batch, settings->shape.context);
+    printf("plan     %s%lld steps of %d x %d bytes", s->deadline > 0 ? "about " : "", (long long)settings->steps,
+           settings->batch, settings->shape.context);
     if (compare || !settings->dense) {
         printf(", the first %lld with dense attention as warm-up", (long long)settings->warmup_steps);
     }
