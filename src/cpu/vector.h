@@ -56,18 +56,13 @@ ALWAYS_INLINE void vec_store(real *p, vec v) {
     *(vec_unaligned *)p = v;
 }
 
+/* x in every lane. Subtracting zero, which changes no number, is what compilers turn into a broadcast. */
 ALWAYS_INLINE vec vec_all(real x) {
-    vec v;
-    for (int i = 0; i < LANES; i++)
-        v[i] = x;
-    return v;
+    return x - (vec){0};
 }
 
 ALWAYS_INLINE ivec ivec_all(real_bits x) {
-    ivec v;
-    for (int i = 0; i < LANES; i++)
-        v[i] = x;
-    return v;
+    return x - (ivec){0};
 }
 
 /* a where the mask is all ones, b where it is zero. */
