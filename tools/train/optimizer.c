@@ -55,12 +55,13 @@ typedef struct update {
     real kept;                         /* of each weight, after decay */
 } update;
 
+/* Called by all threads of a region, which share the tensor; none waits for the others at its end. */
 static void update_tensor(optimizer *o, model *m, const parameter *tensor, update u) {
     real *w = m->weights + tensor->offset, *first = o->first + tensor->offset, *second = o->second + tensor->offset;
     const real *g = m->gradients + tensor->offset;
     const int64_t count = tensor->rows * tensor->columns;
     const real b1 = (real)first_decay, b2 = (real)second_decay, e = (real)epsilon;
-#pragma omp parallel for simd
+#pragma omp for simd nowait
     for (int64_t i = 0; i < count; i++) {
         const real gradient = g[i] * u.gradient_scale;
         first[i] = b1 * first[i] + (1 - b1) * gradient;
@@ -73,13 +74,16 @@ double optimizer_step(optimizer *o, model *m, double learning_rate, double weigh
     double norms[2];
     gradient_norms(m, norms);
     o->step++;
-    update u = {.step_size = (real)(learning_rate / (1 - pow(first_decay, (double)o->step))),
-                .second_correction = (real)(1 / (1 - pow(second_decay, (double)o->step)))};
+    const double step_size = learning_rate / (1 - pow(first_decay, (double)o->step));
+    const double second_correction = 1 / (1 - pow(second_decay, (double)o->step));
+#pragma omp parallel
     for (int p = 0; p < m->parameter_count; p++) {
         const parameter *tensor = &m->parameters[p];
         const double norm = norms[tensor->is_proxy];
-        u.gradient_scale = (real)(norm > greatest_norm ? greatest_norm / norm : 1);
-        u.kept = (real)(tensor->rows > 1 ? 1 - learning_rate * weight_decay : 1);
+        const update u = {.gradient_scale = (real)(norm > greatest_norm ? greatest_norm / norm : 1),
+                          .step_size = (real)step_size,
+                          .second_correction = (real)second_correction,
+                          .kept = (real)(tensor->rows > 1 ? 1 - learning_rate * weight_decay : 1)};
         update_tensor(o, m, tensor, u);
     }
     return norms[0];

@@ -35,7 +35,7 @@ static const option table[] = {
     {"--stop-after", "N", KIND_INT64, OPTION(stop_after),
      "stop after N steps in all as Ctrl-C does, with a checkpoint to go on from"},
     {"--eval-every", "N", KIND_INT64, SETTING(evaluate_every),
-     "steps between evaluations and checkpoints (default: a tenth of the steps)"},
+     "steps between evaluations and checkpoints (default: a tenth of the steps, at least 5)"},
     {"--seed", "N", KIND_INT64, SETTING(seed), "of the weights and the batches (default 1)"},
     {"--threads", "N", KIND_INT32, OPTION(threads), "processor threads (default: all)"},
     {"--no-blas", NULL, KIND_FLAG, OPTION(no_blas),

@@ -123,5 +123,7 @@ void plan_steps(const pace *p, train_settings *s, bool compare, int64_t step, do
 
 void plan_from_steps(train_settings *s) {
     if (s->warmup_steps == 0) s->warmup_steps = (int64_t)ceil(s->warmup * (double)s->steps);
-    if (s->evaluate_every == 0) s->evaluate_every = (s->steps - 1) / EVALUATIONS_A_RUN + 1;
+    /* In a short run evaluations must not take more time than the steps. */
+    const int64_t fewest = 5;
+    if (s->evaluate_every == 0) s->evaluate_every = larger(fewest, (s->steps - 1) / EVALUATIONS_A_RUN + 1);
 }
