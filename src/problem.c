@@ -138,7 +138,7 @@ fmsa_status fmsa_problem_init(fmsa_problem *problem, const fmsa_config *config) 
     fmsa_config *c = &problem->config;
     if (c->softmax_scale == 0) c->softmax_scale = 1.0 / sqrt(c->head_dim);
     if (c->proxy_scale == 0) c->proxy_scale = 1.0 / sqrt(c->proxy_head_dim);
-    if (c->kl_count == 0) c->kl_count = c->total_q * c->num_proxy_heads;
+    if (c->kl_count == 0) c->kl_count = c->total_q > 0 ? c->total_q * c->num_proxy_heads : 1;
     if (c->max_seqlen_k == 0 || c->max_seqlen_k > c->total_k) c->max_seqlen_k = c->total_k;
 
     problem->heads_per_kv_head = c->num_heads / c->num_kv_heads;

@@ -15,7 +15,7 @@ extern "C" {
  * [u * unit_heads, (u + 1) * unit_heads), reads key/value head u / (units / Hkv) and follows the selection of proxy
  * head u / (units / Hp). */
 typedef struct fmsa_problem {
-    fmsa_config config; /* scales, kl_count and max_seqlen_k are never 0 here, unless nothing is to be computed */
+    fmsa_config config; /* scales and kl_count are never 0 here; max_seqlen_k only when there are no keys */
 
     int32_t heads_per_kv_head;    /* G = Hq / Hkv */
     int32_t heads_per_proxy_head; /* R = Hq / Hp */

@@ -94,8 +94,14 @@ static void test_nothing_at_all(void **state) {
         close_results(&r);
         fmsa_case_close(&c);
 
+        config.total_k = 20; /* keys, but no queries: N is 0 */
+        fmsa_case_open(&c, &config);
+        fmsa_case_add_fragment(&c, 0, 0, 0, 20);
+        fmsa_case_fill(&c, 83, 2, 1);
+        check_case(&c, "no queries");
+        fmsa_case_close(&c);
+
         config.total_q = 10; /* rows, but no fragments */
-        config.total_k = 20;
         fmsa_case_open(&c, &config);
         fmsa_case_fill(&c, 83, 2, 1);
         check_case(&c, "no fragments");
