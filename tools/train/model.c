@@ -203,39 +203,86 @@ static fmsa_tensors backward_tensors(const model *m, const layer_state *l, const
     return t;
 }
 
-static head_layout layout_of_heads(const model *m, int64_t heads, int64_t dim, int64_t input_stride,
-                                   int64_t output_stride) {
-    return (head_layout){m->rows, heads, dim, m->shape.context, input_stride, output_stride};
+/* ---- The two sets of queries and keys: the main ones and the proxies'. ---- */
+
+/* Queries and keys stand side by side in a row: as projected (with v behind them in the main set), and as normed and
+ * rotated. */
+typedef struct projection {
+    layer_parameter weight, q_gain, k_gain;
+    head_layout q, k; /* of either part */
+    const real *cosine, *sine;
+    real *projected, *rotated;
+    real *q_inverse_rms, *k_inverse_rms;
+    real *dprojected, *drotated;
+} projection;
+
+static projection main_projection(const model *m, int layer) {
+    const layer_state *l = &m->layers[layer];
+    const attention_shape *a = &m->shape.attention;
+    const head_layout layout = {m->rows, 0, a->head_dim, m->shape.context, qkv_columns(m), qk_columns(m)};
+    projection p = {.weight = QKV,
+                    .q_gain = Q_GAIN,
+                    .k_gain = K_GAIN,
+                    .q = layout,
+                    .k = layout,
+                    .cosine = m->cosine,
+                    .sine = m->sine,
+                    .projected = l->qkv,
+                    .rotated = l->qk,
+                    .q_inverse_rms = l->q_inverse_rms,
+                    .k_inverse_rms = l->k_inverse_rms,
+                    .dprojected = m->scratch->dqkv,
+                    .drotated = m->scratch->dqk};
+    p.q.heads = a->heads;
+    p.k.heads = a->kv_heads;
+    return p;
+}
+
+static projection proxy_projection(const model *m, int layer) {
+    const layer_state *l = &m->layers[layer];
+    const attention_shape *a = &m->shape.attention;
+    const head_layout layout = {m->rows, 0, a->proxy_head_dim, m->shape.context, proxy_columns(m), proxy_columns(m)};
+    projection p = {.weight = PROXY_QK,
+                    .q_gain = PROXY_Q_GAIN,
+                    .k_gain = PROXY_K_GAIN,
+                    .q = layout,
+                    .k = layout,
+                    .cosine = m->proxy_cosine,
+                    .sine = m->proxy_sine,
+                    .projected = l->proxy_projection,
+                    .rotated = l->proxy,
+                    .q_inverse_rms = l->proxy_q_inverse_rms,
+                    .k_inverse_rms = l->proxy_k_inverse_rms,
+                    .dprojected = m->scratch->dproxy_projection,
+                    .drotated = m->scratch->dproxy};
+    p.q.heads = a->proxy_heads;
+    p.k.heads = a->proxy_kv_heads;
+    return p;
+}
+
+static void project(const model *m, int layer, projection p) {
+    const int64_t k_at = p.q.heads * p.q.dim;
+    linear_forward(p.projected, m->layers[layer].attention_normed, layer_tensor(m, m->weights, layer, p.weight),
+                   m->rows, p.q.input_stride, m->shape.dim);
+    head_norm_rope_forward(&p.q, p.rotated, p.q_inverse_rms, p.projected, layer_tensor(m, m->weights, layer, p.q_gain),
+                           p.cosine, p.sine);
+    head_norm_rope_forward(&p.k, p.rotated + k_at, p.k_inverse_rms, p.projected + k_at,
+                           layer_tensor(m, m->weights, layer, p.k_gain), p.cosine, p.sine);
+}
+
+/* From drotated to the gradients of the gains and of the weight. */
+static void project_backward(const model *m, int layer, projection p) {
+    real *const w = m->weights, *const g = m->gradients;
+    const int64_t k_at = p.q.heads * p.q.dim;
+    head_norm_rope_backward(&p.q, p.dprojected, layer_tensor(m, g, layer, p.q_gain), p.drotated, p.projected,
+                            p.q_inverse_rms, layer_tensor(m, w, layer, p.q_gain), p.cosine, p.sine);
+    head_norm_rope_backward(&p.k, p.dprojected + k_at, layer_tensor(m, g, layer, p.k_gain), p.drotated + k_at,
+                            p.projected + k_at, p.k_inverse_rms, layer_tensor(m, w, layer, p.k_gain), p.cosine, p.sine);
+    linear_backward_weight(layer_tensor(m, g, layer, p.weight), p.dprojected, m->layers[layer].attention_normed,
+                           m->rows, p.q.input_stride, m->shape.dim);
 }
 
 /* ---- Forward. ---- */
-
-static void project_main(const model *m, int layer) {
-    layer_state *l = &m->layers[layer];
-    const attention_shape *a = &m->shape.attention;
-    real *const w = m->weights;
-    linear_forward(l->qkv, l->attention_normed, layer_tensor(m, w, layer, QKV), m->rows, qkv_columns(m), m->shape.dim);
-    const head_layout q = layout_of_heads(m, a->heads, a->head_dim, qkv_columns(m), qk_columns(m));
-    const head_layout k = layout_of_heads(m, a->kv_heads, a->head_dim, qkv_columns(m), qk_columns(m));
-    head_norm_rope_forward(&q, l->qk, l->q_inverse_rms, l->qkv, layer_tensor(m, w, layer, Q_GAIN), m->cosine, m->sine);
-    head_norm_rope_forward(&k, l->qk + q_columns(m), l->k_inverse_rms, l->qkv + q_columns(m),
-                           layer_tensor(m, w, layer, K_GAIN), m->cosine, m->sine);
-}
-
-static void project_proxy(const model *m, int layer) {
-    layer_state *l = &m->layers[layer];
-    const attention_shape *a = &m->shape.attention;
-    real *const w = m->weights;
-    linear_forward(l->proxy_projection, l->attention_normed, layer_tensor(m, w, layer, PROXY_QK), m->rows,
-                   proxy_columns(m), m->shape.dim);
-    const head_layout q = layout_of_heads(m, a->proxy_heads, a->proxy_head_dim, proxy_columns(m), proxy_columns(m));
-    const head_layout k = layout_of_heads(m, a->proxy_kv_heads, a->proxy_head_dim, proxy_columns(m), proxy_columns(m));
-    head_norm_rope_forward(&q, l->proxy, l->proxy_q_inverse_rms, l->proxy_projection,
-                           layer_tensor(m, w, layer, PROXY_Q_GAIN), m->proxy_cosine, m->proxy_sine);
-    head_norm_rope_forward(&k, l->proxy + proxy_q_columns(m), l->proxy_k_inverse_rms,
-                           l->proxy_projection + proxy_q_columns(m), layer_tensor(m, w, layer, PROXY_K_GAIN),
-                           m->proxy_cosine, m->proxy_sine);
-}
 
 static bool attend(const model *m, attention_phase phase, int layer) {
     const fmsa_tensors t = forward_tensors(m, &m->layers[layer]);
@@ -253,8 +300,8 @@ static bool layer_forward(const model *m, attention_phase phase, int layer, real
     const int64_t rows = m->rows, dim = m->shape.dim, hidden = m->shape.hidden;
     rmsnorm_forward(l->attention_normed, l->attention_inverse_rms, l->input, layer_tensor(m, w, layer, ATTENTION_NORM),
                     rows, dim);
-    project_main(m, layer);
-    if (phase != PHASE_DENSE) project_proxy(m, layer);
+    project(m, layer, main_projection(m, layer));
+    if (phase != PHASE_DENSE) project(m, layer, proxy_projection(m, layer));
     if (!attend(m, phase, layer)) return false;
     linear_forward(l->middle, l->attended, layer_tensor(m, w, layer, ATTENTION_OUT), rows, dim, q_columns(m));
     add_to(l->middle, l->input, rows * dim);
@@ -305,42 +352,6 @@ static void ffn_backward(const model *m, int layer) {
                      layer_tensor(m, w, layer, FFN_NORM), rows, dim);
 }
 
-static void project_main_backward(const model *m, int layer) {
-    const layer_state *l = &m->layers[layer];
-    const model_scratch *s = m->scratch;
-    const attention_shape *a = &m->shape.attention;
-    real *const w = m->weights, *const g = m->gradients;
-    const head_layout q = layout_of_heads(m, a->heads, a->head_dim, qkv_columns(m), qk_columns(m));
-    const head_layout k = layout_of_heads(m, a->kv_heads, a->head_dim, qkv_columns(m), qk_columns(m));
-    const int64_t k_at = q_columns(m);
-    head_norm_rope_backward(&q, s->dqkv, layer_tensor(m, g, layer, Q_GAIN), s->dqk, l->qkv, l->q_inverse_rms,
-                            layer_tensor(m, w, layer, Q_GAIN), m->cosine, m->sine);
-    head_norm_rope_backward(&k, s->dqkv + k_at, layer_tensor(m, g, layer, K_GAIN), s->dqk + k_at, l->qkv + k_at,
-                            l->k_inverse_rms, layer_tensor(m, w, layer, K_GAIN), m->cosine, m->sine);
-    linear_backward_weight(layer_tensor(m, g, layer, QKV), s->dqkv, l->attention_normed, m->rows, qkv_columns(m),
-                           m->shape.dim);
-    linear_backward_input(s->dnormed, s->dqkv, layer_tensor(m, w, layer, QKV), m->rows, qkv_columns(m), m->shape.dim);
-}
-
-/* Ends at the projections' weights: their input is detached. */
-static void project_proxy_backward(const model *m, int layer) {
-    const layer_state *l = &m->layers[layer];
-    const model_scratch *s = m->scratch;
-    const attention_shape *a = &m->shape.attention;
-    real *const w = m->weights, *const g = m->gradients;
-    const head_layout q = layout_of_heads(m, a->proxy_heads, a->proxy_head_dim, proxy_columns(m), proxy_columns(m));
-    const head_layout k = layout_of_heads(m, a->proxy_kv_heads, a->proxy_head_dim, proxy_columns(m), proxy_columns(m));
-    const int64_t k_at = proxy_q_columns(m);
-    head_norm_rope_backward(&q, s->dproxy_projection, layer_tensor(m, g, layer, PROXY_Q_GAIN), s->dproxy,
-                            l->proxy_projection, l->proxy_q_inverse_rms, layer_tensor(m, w, layer, PROXY_Q_GAIN),
-                            m->proxy_cosine, m->proxy_sine);
-    head_norm_rope_backward(&k, s->dproxy_projection + k_at, layer_tensor(m, g, layer, PROXY_K_GAIN), s->dproxy + k_at,
-                            l->proxy_projection + k_at, l->proxy_k_inverse_rms, layer_tensor(m, w, layer, PROXY_K_GAIN),
-                            m->proxy_cosine, m->proxy_sine);
-    linear_backward_weight(layer_tensor(m, g, layer, PROXY_QK), s->dproxy_projection, l->attention_normed, m->rows,
-                           proxy_columns(m), m->shape.dim);
-}
-
 static bool attention_backward(const model *m, attention_phase phase, int layer, real grad_kl, real *kl) {
     const layer_state *l = &m->layers[layer];
     const model_scratch *s = m->scratch;
@@ -352,8 +363,10 @@ static bool attention_backward(const model *m, attention_phase phase, int layer,
         phase == PHASE_DENSE ? FMSA_OPERATION_BACKWARD : FMSA_OPERATION_BACKWARD_WITH_PROXY;
     const fmsa_tensors t = backward_tensors(m, l, &grad_kl, kl);
     if (!attention_run(&m->attention, phase, operation, &t)) return false;
-    project_main_backward(m, layer);
-    if (phase != PHASE_DENSE) project_proxy_backward(m, layer);
+    project_backward(m, layer, main_projection(m, layer));
+    linear_backward_input(s->dnormed, s->dqkv, layer_tensor(m, w, layer, QKV), rows, qkv_columns(m), dim);
+    /* The proxies' gradient ends at their own weights: their input is detached. */
+    if (phase != PHASE_DENSE) project_backward(m, layer, proxy_projection(m, layer));
     rmsnorm_backward(s->dx, layer_tensor(m, g, layer, ATTENTION_NORM), s->dnormed, l->input, l->attention_inverse_rms,
                      layer_tensor(m, w, layer, ATTENTION_NORM), rows, dim);
     return true;
