@@ -18,7 +18,7 @@
  * of one number, so that a row gets one addition a launch; and the shares of a block add their dK, dV in turns, one sum
  * for each unit of heads. Turns cost no second pass and no memory for a hot block, which one thread block walking the
  * whole list, or a partial result for each share, would.
- * fp32: products of two bf16 planes (tile.cuh), a relative error of about 2^-16.
+ * fp32: products of split TF32 numbers (tile.cuh), each with a relative error of about 2^-20.
  * Floor: 10 * D * rows * keys floating-point operations at the rate of mma.sync; D * 4 bytes reduced a (row, block). */
 #include "portable_parts.cuh"
 
@@ -28,7 +28,7 @@ constexpr int most_threads = 256;
 constexpr int ring = 4; /* tiles whose row data is kept */
 
 template <typename T>
-constexpr int tile_rows = product_of<T>::planes == 1 ? 32 : 16;
+constexpr int tile_rows = sizeof(T) == 2 ? 32 : 16;
 
 template <typename T>
 struct backward_parameters {
@@ -65,11 +65,11 @@ struct row_to_load {
 };
 
 template <typename T>
-__device__ __forceinline__ row_to_load find_row(const backward_parameters<T> &a, const share &s, int64_t unit,
-                                                int64_t number) {
-    if (number >= int64_t(s.count) * a.map.unit_heads) return {-1, 0, 0, -1};
+__device__ __forceinline__ row_to_load find_row(const backward_parameters<T> &a, const share &s, int32_t unit,
+                                                int32_t number) {
     const int32_t edge = number / a.map.unit_heads;
-    const int32_t head = unit * a.map.unit_heads + (number - int64_t(edge) * a.map.unit_heads);
+    if (edge >= s.count) return {-1, 0, 0, -1};
+    const int32_t head = unit * a.map.unit_heads + (number - edge * a.map.unit_heads);
     return {s.row(edge), head, s.slot(edge), -1};
 }
 
@@ -117,13 +117,13 @@ __global__ void __launch_bounds__(most_threads, 1) backward_kernel(const __grid_
     share s;
     if (!take_share(a.w, at, s)) return;
     const int lane = threadIdx.x & 31, own_key = threadIdx.x / 32 * 16, keys = a.w.share_keys;
-    const int64_t unit = a.w.items == nullptr ? at.unit : int64_t(s.proxy_head) * a.map.units_per_proxy_head + at.unit;
-    const int64_t key_head = unit / a.map.units_per_key_head;
-    const tile<T, D> k(shared_address(memory), keys);
+    const int32_t unit = (a.w.items == nullptr ? 0 : s.proxy_head * a.map.units_per_proxy_head) + at.unit;
+    const int32_t key_head = unit / a.map.units_per_key_head;
+    const tile<T, D> k(shared_address(memory));
     const uint32_t stages = k.address + tile<T, D>::bytes(keys);
     const uint32_t ds_stages = stages + 4 * tile<T, D>::bytes(rows);
 
-    const tile<T, D> v(stages, keys);
+    const tile<T, D> v(stages);
     for (int i = threadIdx.x; i < keys * chunks; i += blockDim.x) {
         const int key = i / chunks, chunk = i % chunks;
         const bool there = key < s.keys;
@@ -142,14 +142,11 @@ __global__ void __launch_bounds__(most_threads, 1) backward_kernel(const __grid_
 
     const int threads_a_row = blockDim.x / rows, own_row = threadIdx.x / threads_a_row;
     const int first_chunk = threadIdx.x % threads_a_row;
-    const int64_t total = int64_t(s.count) * a.map.unit_heads;
-    const int32_t tiles = static_cast<int32_t>((total + rows - 1) / rows);
-    const auto q_tile = [&](int32_t i) { return tile<T, D>(stages + (i & 1) * 2 * tile<T, D>::bytes(rows), rows); };
-    const auto dout_tile = [&](int32_t i) { return tile<T, D>(q_tile(i).address + tile<T, D>::bytes(rows), rows); };
-    const auto ds_tile = [&](int32_t i) {
-        return tile<T, rows>(ds_stages + (i & 1) * tile<T, rows>::bytes(keys), keys);
-    };
-    const auto find = [&](int32_t i) { return find_row(a, s, unit, int64_t(i) * rows + own_row); };
+    const int32_t tiles = (s.count * a.map.unit_heads + rows - 1) / rows;
+    const auto q_tile = [&](int32_t i) { return tile<T, D>(stages + (i & 1) * 2 * tile<T, D>::bytes(rows)); };
+    const auto dout_tile = [&](int32_t i) { return tile<T, D>(q_tile(i).address + tile<T, D>::bytes(rows)); };
+    const auto ds_tile = [&](int32_t i) { return tile<T, rows>(ds_stages + (i & 1) * tile<T, rows>::bytes(keys)); };
+    const auto find = [&](int32_t i) { return find_row(a, s, unit, i * rows + own_row); };
     const auto load = [&](int32_t i, const row_to_load &r) {
         const int32_t limit = r.token < 0 ? -1 : r.position - s.position;
         const bool there = limit >= 0;
@@ -297,7 +294,7 @@ __global__ void __launch_bounds__(delta_threads) delta_kernel(const __grid_const
 
 struct backward_scratch {
     fmsa_cuda_geometry geometry;
-    int32_t *piece_begin;
+    int32_t *cuts;
     float *delta;
     float *dk, *dv;
     int32_t *turns;
@@ -329,9 +326,9 @@ static backward_scratch take_scratch(const fmsa_problem *problem, void *workspac
     const int64_t key_sums = c->total_k * key_sum_heads(problem) * c->head_dim;
     fmsa_cuda_arena arena = {static_cast<char *>(workspace), 0};
     backward_scratch s = {};
+    s.cuts = static_cast<int32_t *>(fmsa_cuda_take(&arena, cuts_count(problem), sizeof(int32_t)));
     if (is_dense(problem)) {
         s.geometry = fmsa_cuda_geometry_at(problem, fmsa_cuda_take(&arena, fmsa_cuda_geometry_bytes(problem), 1));
-        s.piece_begin = static_cast<int32_t *>(fmsa_cuda_take(&arena, problem->max_key_blocks + 1, sizeof(int32_t)));
     }
     s.delta = static_cast<float *>(fmsa_cuda_take(&arena, c->total_q * c->num_heads, sizeof(float)));
     s.dk = static_cast<float *>(fmsa_cuda_take(&arena, key_sums, sizeof(float)));
@@ -380,7 +377,7 @@ static fmsa_status launch_backward(const fmsa_problem *problem, const backward_p
     const dim3 grid(static_cast<unsigned>(max_shares(problem, p.w)),
                     is_dense(problem) ? problem->units : p.map.units_per_proxy_head, launched_parts);
     const size_t shared = tile<T, D>::bytes(keys) + 4 * tile<T, D>::bytes(rows) + 2 * tile<T, rows>::bytes(keys);
-    static_assert(tile<T, D>::bytes(product_of<T>::planes == 1 ? 128 : 64) <= 4 * tile<T, D>::bytes(rows),
+    static_assert(tile<T, D>::bytes(sizeof(T) == 2 ? 128 : 64) <= 4 * tile<T, D>::bytes(rows),
                   "V passes through the stages of Q and dO");
     return launch("backward", backward_kernel<T, D>, grid, keys * 2, shared, stream, p);
 }
@@ -417,8 +414,9 @@ static fmsa_status run_chunk(const fmsa_problem *problem, const fmsa_tensors *t,
         status = clear(scratch.dq, (p.w.row_end - p.w.row_begin) * dq_row_bytes(problem), stream);
     }
     if (status == FMSA_OK) {
+        const int32_t *num_items = schedule == nullptr ? nullptr : schedule->num_items;
         const bool one_by_one = p.dq != nullptr && p.dq_kind == ADD_ALONE;
-        status = launch_shares(problem, p.w, one_by_one, stream, [&](const work &w, int32_t launched_parts) {
+        status = launch_shares(problem, p.w, num_items, one_by_one, stream, [&](const work &w, int32_t launched_parts) {
             p.w = w;
             return launch_backward<T, D>(problem, p, launched_parts, stream);
         });
@@ -452,7 +450,7 @@ static fmsa_status run(const fmsa_problem *problem, const fmsa_tensors *t, const
 
     backward_parameters<T> p = {};
     p.map = {problem->units / c->num_proxy_heads, problem->unit_heads, problem->units / c->num_kv_heads};
-    p.w = make_work(problem, geometry, schedule, scratch.piece_begin, share_keys(problem, 64), problem->unit_heads);
+    p.w = make_work(problem, geometry, schedule, scratch.cuts, share_keys(problem, 64), problem->unit_heads);
     p.w.ticket = scratch.ticket;
     p.q = view<const T>(t->q);
     p.k = view<const T>(t->k);

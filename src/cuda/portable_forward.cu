@@ -13,7 +13,7 @@
  * without barriers: each gathers its own rows, the next 32 while it works on the softmax and P V of these.
  * Shared memory (D = 128, 16 bits): K and V 64 KB (sparse: a block of 128 keys; dense: two stages of 64 keys), Q 32 KB.
  * Registers: at most 255, no spills; two blocks a multiprocessor where shared memory allows it.
- * fp32: products of two bf16 planes (tile.cuh), so scores and outputs carry a relative error of about 2^-16.
+ * fp32: products of split TF32 numbers (tile.cuh), each with a relative error of about 2^-20.
  * Floor: 4 * D * rows * keys floating-point operations at the rate of mma.sync, and in the sparse kernel D * 2 bytes a
  * (row, slot) written and read again. */
 #include <math_constants.h>
@@ -27,9 +27,9 @@ constexpr int threads = 32 * warps;
 
 template <typename T>
 struct shape {
-    static constexpr int row_tiles = product_of<T>::planes == 1 ? 2 : 1; /* of 16 rows, a warp */
+    static constexpr int row_tiles = sizeof(T) == 2 ? 2 : 1; /* of 16 rows, a warp */
     static constexpr int rows = 16 * row_tiles;
-    static constexpr int step = product_of<T>::planes == 1 ? 64 : 32; /* keys */
+    static constexpr int step = sizeof(T) == 2 ? 64 : 32; /* keys */
 };
 
 template <typename T>
@@ -189,7 +189,7 @@ __device__ __forceinline__ void gather_values(attention_state<T, D> &state,
 template <int rows>
 struct row_data {
     int32_t position[rows];
-    int32_t edge[rows]; /* (token of the chunk, slot); -1: no row */
+    int32_t result[rows]; /* (token of the chunk, slot, part, head); -1: no row */
 };
 
 /* What a lane fetches ahead of one row, that of its number. */
@@ -205,19 +205,18 @@ __device__ __forceinline__ row_to_load find_row(const forward_parameters<T> &a, 
     return {s.row(edge), s.slot(edge)};
 }
 
-/* Starts the copy of query rows to a warp's part of shared memory: `start` is the number, among the rows of the unit,
- * of the first; the lanes hold the tokens. */
-template <typename T, int D, typename number>
-__device__ __forceinline__ void load_queries(const forward_parameters<T> &a, const tile<T, D> &q, int first_row,
-                                             int32_t unit, number start, int32_t own_token) {
+/* Starts the copy of query rows to a warp's part of shared memory; the lanes hold their tokens and heads. */
+template <typename T, int D>
+__device__ __forceinline__ void load_queries(const view<const T> &source, const tile<T, D> &q, int first_row,
+                                             int32_t own_token, int32_t own_head) {
     constexpr int chunks = D / 8;
     const int lane = threadIdx.x & 31;
 #pragma unroll 4
     for (int i = 0; i < shape<T>::rows * chunks / 32; i++) {
         const int row = (i * 32 + lane) / chunks, chunk = lane % chunks;
         const int32_t token = __shfl_sync(0xffffffffu, own_token, row);
-        const int32_t head = unit * a.map.unit_heads + (start + row) % a.map.unit_heads;
-        q.load(first_row + row, chunk, a.q.at(max(token, 0), head) + 8 * chunk, token >= 0);
+        const int32_t head = __shfl_sync(0xffffffffu, own_head, row);
+        q.load(first_row + row, chunk, source.at(max(token, 0), head) + 8 * chunk, token >= 0);
     }
 }
 
@@ -266,20 +265,16 @@ __device__ __forceinline__ void load_eight<float>(float (&x)[8], const float *pl
 
 template <typename T, int D>
 __device__ __forceinline__ void leave_partials(const forward_parameters<T> &a, const attention_state<T, D> &state,
-                                               const row_data<shape<T>::rows> &data, int32_t unit, int32_t start,
-                                               int part) {
-    const int lane = threadIdx.x & 31, parts = a.w.block_size / a.w.share_keys;
+                                               const row_data<shape<T>::rows> &data) {
+    const int lane = threadIdx.x & 31;
 #pragma unroll
     for (int m = 0; m < shape<T>::row_tiles; m++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int row = 16 * m + 8 * half + lane / 4;
             float inverse;
             const float lse = state.finish(m, half, inverse);
-            const int32_t edge = data.edge[row];
-            if (edge < 0) continue;
-            const int32_t head = unit * a.map.unit_heads + (start + row) % a.map.unit_heads;
-            const int64_t result = (int64_t(edge) * parts + part) * a.heads + head;
+            const int64_t result = data.result[16 * m + 8 * half + lane / 4];
+            if (result < 0) continue;
             if ((lane & 3) == 0) a.partial_lse[result] = lse;
             if (a.v.data == nullptr) continue;
 #pragma unroll
@@ -306,9 +301,9 @@ __global__ void __launch_bounds__(threads, 2) sparse_kernel(const __grid_constan
     const int32_t unit = s.proxy_head * a.map.units_per_proxy_head + at.unit;
     const int32_t key_head = unit / a.map.units_per_key_head;
     const int keys = a.w.share_keys;
-    const tile<T, D> q(shared_address(memory), warps * rows);
-    const tile<T, D> k(q.address + tile<T, D>::bytes(warps * rows), keys);
-    const tile<T, D> v(k.address + tile<T, D>::bytes(keys), keys);
+    const tile<T, D> q(shared_address(memory));
+    const tile<T, D> k(q.address + tile<T, D>::bytes(warps * rows));
+    const tile<T, D> v(k.address + tile<T, D>::bytes(keys));
 
     for (int first = 0; first < keys; first += step) {
         load_keys<T, D, step>(k, first, a.k, s.key_row + first, key_head, s.keys - first);
@@ -317,12 +312,14 @@ __global__ void __launch_bounds__(threads, 2) sparse_kernel(const __grid_constan
     const auto find = [&](int32_t start) { return lane < rows ? find_row(a, s, start + lane) : row_to_load{-1, 0}; };
     const auto load = [&](int32_t start, int buffer, const row_to_load &r) {
         row_data<rows> &data = all_data[buffer][warp];
+        const bool there = r.token >= 0;
+        const int32_t head = unit * a.map.unit_heads + (start + lane) % a.map.unit_heads;
         if (lane < rows) {
-            const bool there = r.token >= 0;
             cp_async_4(shared_address(&data.position[lane]), a.w.geometry.row_position + max(r.token, 0), there);
-            data.edge[lane] = there ? (r.token - a.w.row_begin) * a.slots + r.slot : -1;
+            const int32_t edge = (r.token - a.w.row_begin) * a.slots + r.slot;
+            data.result[lane] = there ? (edge * (a.w.block_size / keys) + at.part) * a.heads + head : -1;
         }
-        load_queries(a, q, warp * rows, unit, start, r.token);
+        load_queries(a.q, q, warp * rows, r.token, head);
         cp_async_commit();
     };
     const int32_t total = s.count * a.map.unit_heads;
@@ -336,7 +333,7 @@ __global__ void __launch_bounds__(threads, 2) sparse_kernel(const __grid_constan
         cp_async_wait<0>();
         __syncwarp();
         const row_data<rows> &data = all_data[buffer][warp];
-        int32_t furthest = lane < rows && data.edge[lane] >= 0 ? data.position[lane] - s.position : -1;
+        int32_t furthest = lane < rows && data.result[lane] >= 0 ? data.position[lane] - s.position : -1;
         furthest = min(__reduce_max_sync(0xffffffffu, furthest), keys - 1);
         attention_state<T, D> state;
         state.clear();
@@ -359,7 +356,7 @@ __global__ void __launch_bounds__(threads, 2) sparse_kernel(const __grid_constan
             if (a.v.data != nullptr) gather_values<T, D>(state, p, v, key);
             key += step;
         } while (key <= furthest);
-        leave_partials<T, D>(a, state, data, unit, start, at.part);
+        leave_partials<T, D>(a, state, data);
     }
     cp_async_wait<0>();
 }
@@ -420,7 +417,7 @@ __global__ void __launch_bounds__(combine_threads) combine_kernel(const __grid_c
 
 /* ---- Dense. ---- */
 
-/* The keys of a step: `number` counts the steps of all blocks from the first that any row of the tile sees. */
+/* The keys of a step. The steps go through all blocks that any row of the tile sees. */
 struct key_step {
     int32_t block;
     int32_t offset; /* within the block */
@@ -433,21 +430,22 @@ __global__ void __launch_bounds__(threads, 2) dense_kernel(const __grid_constant
     __shared__ int32_t first_blocks[warps], last_blocks[warps];
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     const int32_t unit = blockIdx.y, key_head = unit / a.map.units_per_key_head;
-    const int32_t block_size = a.w.block_size, steps_a_block = block_size / step;
+    const int32_t block_size = a.w.block_size;
     const fmsa_cuda_geometry &g = a.w.geometry;
-    const tile<T, D> q(shared_address(memory), warps * rows);
+    const tile<T, D> q(shared_address(memory));
     const uint32_t stages = q.address + tile<T, D>::bytes(warps * rows);
 
     /* The longest rows come last in a document: they are started first. */
     const int64_t first = (int64_t(gridDim.x) - 1 - blockIdx.x) * (warps * rows) + warp * rows;
     const int64_t number = first + lane, total = int64_t(a.total_rows) * a.map.unit_heads;
-    int32_t position = -1, first_block = 0, token = -1;
+    int32_t position = -1, first_block = 0, token = 0, head = 0;
     if (lane < rows && number < total) {
         token = number / a.map.unit_heads;
+        head = unit * a.map.unit_heads + (number - int64_t(token) * a.map.unit_heads);
         position = g.row_position[token];
         first_block = g.row_first_block[token];
     }
-    load_queries(a, q, warp * rows, unit, first, position >= 0 ? token : -1);
+    load_queries(a.q, q, warp * rows, position >= 0 ? token : -1, head);
     const int32_t lowest = __reduce_min_sync(0xffffffffu, position >= 0 ? first_block : INT32_MAX);
     const int32_t highest = __reduce_max_sync(0xffffffffu, position >= 0 ? first_block + position / block_size : -1);
     if (lane == 0) {
@@ -461,16 +459,19 @@ __global__ void __launch_bounds__(threads, 2) dense_kernel(const __grid_constant
         begin = min(begin, first_blocks[i]);
         end = max(end, last_blocks[i]);
     }
-    const int32_t steps = end < begin ? 0 : (end - begin + 1) * steps_a_block;
 
-    const auto step_at = [&](int32_t i) { return key_step{begin + i / steps_a_block, i % steps_a_block * step}; };
-    const auto key_tile = [&](int32_t i) { return tile<T, D>(stages + (i & 1) * 2 * tile<T, D>::bytes(step), step); };
-    const auto load_step = [&](int32_t i) {
-        if (i < steps) {
-            const key_step at = step_at(i);
+    const auto advance = [&](key_step &at) {
+        at.offset += step;
+        if (at.offset < block_size) return;
+        at.offset = 0;
+        at.block++;
+    };
+    const auto key_tile = [&](int stage) { return tile<T, D>(stages + stage * 2 * tile<T, D>::bytes(step)); };
+    const auto load_step = [&](const key_step &at, int stage) {
+        if (at.block <= end) {
             const int32_t key_row = g.block_k_begin[at.block] + at.offset;
             const int32_t valid = g.block_k_end[at.block] - key_row;
-            const tile<T, D> k = key_tile(i), v(k.address + tile<T, D>::bytes(step), step);
+            const tile<T, D> k = key_tile(stage), v(k.address + tile<T, D>::bytes(step));
             load_keys<T, D, step>(k, 0, a.k, key_row, key_head, valid);
             if (a.v.data != nullptr) load_keys<T, D, step>(v, 0, a.v, key_row, key_head, valid);
         }
@@ -479,12 +480,14 @@ __global__ void __launch_bounds__(threads, 2) dense_kernel(const __grid_constant
 
     attention_state<T, D> state;
     state.clear();
-    load_step(0);
-    for (int32_t i = 0; i < steps; i++) {
+    key_step at = {begin, 0};
+    load_step(at, 0);
+    for (int stage = 0; at.block <= end; stage ^= 1, advance(at)) {
         cp_async_wait<0>();
         __syncthreads();
-        load_step(i + 1);
-        const key_step at = step_at(i);
+        key_step following = at;
+        advance(following);
+        load_step(following, stage ^ 1);
         /* Blocks of a later document stand beyond the row's position too, since blocks are numbered through. */
         const int32_t relative = at.block - first_block;
         const int32_t own_limit = relative < 0 ? -1 : position - relative * block_size - at.offset;
@@ -495,7 +498,7 @@ __global__ void __launch_bounds__(threads, 2) dense_kernel(const __grid_constant
             limit[m][0] = __shfl_sync(0xffffffffu, own_limit, 16 * m + lane / 4);
             limit[m][1] = __shfl_sync(0xffffffffu, own_limit, 16 * m + lane / 4 + 8);
         }
-        const tile<T, D> k = key_tile(i), v(k.address + tile<T, D>::bytes(step), step);
+        const tile<T, D> k = key_tile(stage), v(k.address + tile<T, D>::bytes(step));
         float p[shape<T>::row_tiles][step / 8][4];
         score<T, D>(p, q, warp * rows, k, 0);
         soften<T, D>(p, state, limit, 0, a.scale_log2);
@@ -553,7 +556,7 @@ size_t partial_row_bytes(const fmsa_problem *problem, const attention &a) {
 }
 
 fmsa_status attend_chunk(const fmsa_problem *problem, const attention &a, const fmsa_cuda_schedule &schedule,
-                         int64_t row_begin, int64_t row_end, void *partials, cudaStream_t stream) {
+                         int64_t row_begin, int64_t row_end, int32_t *cuts, void *partials, cudaStream_t stream) {
     return with_type_and_dim(problem->config.dtype, a.dim, [&](auto type, auto dim) {
         typedef decltype(type) T;
         constexpr int D = decltype(dim)::value, rows = warps * shape<T>::rows;
@@ -562,7 +565,7 @@ fmsa_status attend_chunk(const fmsa_problem *problem, const attention &a, const 
         const int64_t results = (row_end - row_begin) * a.heads * problem->slots * parts(problem);
         forward_parameters<T> p = make_parameters<T>(a);
         p.map = {units / proxy_heads, a.heads / units, units / a.key_heads};
-        p.w = make_work(problem, schedule.geometry, &schedule, nullptr, share_keys(problem, shape<T>::step),
+        p.w = make_work(problem, schedule.geometry, &schedule, cuts, share_keys(problem, shape<T>::step),
                         p.map.unit_heads);
         p.w.row_begin = static_cast<int32_t>(row_begin);
         p.w.row_end = static_cast<int32_t>(row_end);
@@ -571,7 +574,10 @@ fmsa_status attend_chunk(const fmsa_problem *problem, const attention &a, const 
         p.slots = problem->slots;
         const dim3 grid(static_cast<unsigned>(max_shares(problem, p.w)), p.map.units_per_proxy_head, parts(problem));
         const size_t shared = tile<T, D>::bytes(rows) + 2 * tile<T, D>::bytes(p.w.share_keys);
-        const fmsa_status status = launch("sparse forward", sparse_kernel<T, D>, grid, threads, shared, stream, p);
+        fmsa_status status = cut_shares(problem, p.w, schedule.num_items, stream);
+        if (status == FMSA_OK) {
+            status = launch("sparse forward", sparse_kernel<T, D>, grid, threads, shared, stream, p);
+        }
         if (status != FMSA_OK) return status;
 
         combine_parameters<T> c = {};
@@ -637,8 +643,28 @@ static size_t main_row_bytes(const fmsa_problem *problem) {
     return partial_row_bytes(problem, main_attention(problem, &t));
 }
 
+struct forward_scratch {
+    int32_t *cuts;
+    void *partials;
+    size_t bytes;
+};
+
+static forward_scratch take_scratch(const fmsa_problem *problem, void *workspace, int64_t chunk_rows) {
+    fmsa_cuda_arena arena = {static_cast<char *>(workspace), 0};
+    forward_scratch s = {};
+    s.cuts = static_cast<int32_t *>(fmsa_cuda_take(&arena, cuts_count(problem), sizeof(int32_t)));
+    s.partials = fmsa_cuda_take(&arena, chunk_rows, main_row_bytes(problem));
+    s.bytes = arena.used;
+    return s;
+}
+
+static fmsa_status plan_sparse(const fmsa_problem *problem, int64_t *rows) {
+    return plan_chunk(problem, "the forward pass", take_scratch(problem, nullptr, 0).bytes, main_row_bytes(problem),
+                      rows);
+}
+
 fmsa_status fmsa_portable_forward_workspace_bytes(const fmsa_problem *problem, size_t *bytes) {
-    if (problem->config.mode == FMSA_MODE_DENSE) {
+    if (is_dense(problem)) {
         *bytes = fmsa_cuda_geometry_bytes(problem);
         const size_t limit = problem->config.scratch_limit;
         if (limit != 0 && limit < *bytes) {
@@ -650,25 +676,26 @@ fmsa_status fmsa_portable_forward_workspace_bytes(const fmsa_problem *problem, s
         return FMSA_OK;
     }
     int64_t rows;
-    const fmsa_status status = plan_chunk(problem, "the forward pass", 0, main_row_bytes(problem), &rows);
-    if (status == FMSA_OK) *bytes = rows * main_row_bytes(problem);
+    const fmsa_status status = plan_sparse(problem, &rows);
+    if (status == FMSA_OK) *bytes = take_scratch(problem, nullptr, rows).bytes;
     return status;
 }
 
 fmsa_status fmsa_portable_forward(const fmsa_problem *problem, const fmsa_tensors *tensors, void *workspace, size_t,
                                   cudaStream_t stream) {
     const attention a = main_attention(problem, tensors);
-    if (problem->config.mode == FMSA_MODE_DENSE) {
+    if (is_dense(problem)) {
         const fmsa_cuda_geometry geometry = fmsa_cuda_geometry_at(problem, workspace);
         const fmsa_status status = fmsa_cuda_build_geometry(problem, geometry, stream);
         return status == FMSA_OK ? attend_dense(problem, a, geometry, stream) : status;
     }
     const fmsa_cuda_schedule schedule = fmsa_cuda_schedule_at(problem, tensors->schedule);
     int64_t rows;
-    fmsa_status status = plan_chunk(problem, "the forward pass", 0, main_row_bytes(problem), &rows);
+    fmsa_status status = plan_sparse(problem, &rows);
+    const forward_scratch scratch = take_scratch(problem, workspace, status == FMSA_OK ? rows : 0);
     for (int64_t begin = 0; begin < problem->config.total_q && status == FMSA_OK; begin += rows) {
         const int64_t end = begin + rows < problem->config.total_q ? begin + rows : problem->config.total_q;
-        status = attend_chunk(problem, a, schedule, begin, end, workspace, stream);
+        status = attend_chunk(problem, a, schedule, begin, end, scratch.cuts, scratch.partials, stream);
     }
     return status;
 }

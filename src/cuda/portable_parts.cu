@@ -6,7 +6,7 @@ namespace fmsa {
 
 fmsa_status plan_chunk(const fmsa_problem *problem, const char *operation, size_t fixed_bytes, size_t row_bytes,
                        int64_t *rows) {
-    constexpr size_t usual_bytes = size_t(1) << 30, gaps = 4096;
+    constexpr size_t usual_bytes = size_t(5) << 28, gaps = 4096;
     constexpr int64_t least_rows = 128;
     const fmsa_config *c = &problem->config;
     const int64_t least = c->total_q < least_rows ? c->total_q : least_rows;
@@ -18,14 +18,21 @@ fmsa_status plan_chunk(const fmsa_problem *problem, const char *operation, size_
     const size_t limit = c->scratch_limit != 0 ? c->scratch_limit : fixed_bytes + gaps + usual_bytes;
     const size_t room = limit - fixed_bytes - gaps;
     const int64_t segment = int64_t(1) << fmsa_cuda_segment_shift(problem);
-    int64_t fit = row_bytes == 0 ? c->total_q : static_cast<int64_t>(room / row_bytes);
-    fit = fit > segment ? fit / segment * segment : fit > least_rows ? fit / least_rows * least_rows : least;
-    *rows = fit < c->total_q ? fit : c->total_q;
+    const int64_t fit = row_bytes == 0 ? c->total_q : static_cast<int64_t>(room / row_bytes);
+    if (fit >= c->total_q) {
+        *rows = c->total_q;
+    } else if (fit >= segment) {
+        *rows = fit / segment * segment;
+    } else {
+        *rows = least_rows;
+        while (2 * *rows <= fit)
+            *rows *= 2;
+    }
     return FMSA_OK;
 }
 
 work make_work(const fmsa_problem *problem, const fmsa_cuda_geometry &geometry, const fmsa_cuda_schedule *schedule,
-               int32_t *piece_begin, int32_t keys, int32_t unit_heads) {
+               int32_t *cuts, int32_t keys, int32_t unit_heads) {
     /* Long enough that the key sums written at the end of a share do not count, short enough to fill the card; and not
      * more pieces a block than this, so that their number grows with the tokens alone. */
     constexpr int32_t share_rows = 8192, least_piece = 128, most_piece = 1024, most_pieces = 128;
@@ -33,7 +40,6 @@ work make_work(const fmsa_problem *problem, const fmsa_cuda_geometry &geometry, 
     w.geometry = geometry;
     if (schedule != nullptr) {
         w.items = schedule->items;
-        w.num_items = schedule->num_items;
         w.list_begin = schedule->list_begin;
         w.edge_row = schedule->edge_row;
         w.edge_slot = schedule->edge_slot;
@@ -46,23 +52,32 @@ work make_work(const fmsa_problem *problem, const fmsa_cuda_geometry &geometry, 
     if (w.piece_rows < least_piece) w.piece_rows = least_piece;
     if (w.piece_rows > most_piece) w.piece_rows = most_piece;
     if (w.piece_rows < w.row_end / most_pieces) w.piece_rows = w.row_end / most_pieces;
-    w.piece_begin = piece_begin;
+    w.cuts = cuts;
     w.only_block = -1;
     return w;
 }
 
 int64_t max_shares(const fmsa_problem *problem, const work &w) {
-    if (w.items != nullptr) return fmsa_cuda_max_items(problem);
     const int64_t rows = w.row_end - w.row_begin;
+    if (w.items != nullptr) {
+        /* Each (proxy head, block, segment) that has edges leaves at most one item that is not full. */
+        const int32_t shift = fmsa_cuda_segment_shift(problem);
+        const int64_t segments = rows == 0 ? 0 : ((w.row_end - 1) >> shift) - (w.row_begin >> shift) + 1;
+        const int64_t edges = problem->config.num_proxy_heads * (segments << shift) * problem->slots;
+        const int64_t runs = problem->config.num_proxy_heads * problem->max_key_blocks * segments;
+        const int64_t most = edges / FMSA_CUDA_ITEM_EDGES + (runs < edges ? runs : edges);
+        const int64_t all = fmsa_cuda_max_items(problem);
+        return most < all ? most : all;
+    }
     if (w.only_block >= 0) return problem->config.num_fragments + rows / w.piece_rows;
     return w.max_blocks + rows * problem->max_fragment_blocks / w.piece_rows;
 }
 
-/* ---- Pieces: one thread block scans all key blocks. ---- */
+/* ---- Cuts: one thread block. ---- */
 
 constexpr int cutting_threads = 1024;
 
-__global__ void __launch_bounds__(cutting_threads) cut_kernel(const __grid_constant__ work w) {
+__global__ void __launch_bounds__(cutting_threads) cut_dense_kernel(const __grid_constant__ work w) {
     const fmsa_cuda_geometry &g = w.geometry;
     const int32_t blocks = *g.num_blocks;
     int32_t begin = 0;
@@ -75,14 +90,33 @@ __global__ void __launch_bounds__(cutting_threads) cut_kernel(const __grid_const
         }
         int32_t total;
         const int32_t before = block_exclusive_scan<cutting_threads>(pieces, 0, add(), total);
-        if (block < w.max_blocks) w.piece_begin[block] = begin + before;
+        if (block < w.max_blocks) w.cuts[block] = begin + before;
         begin += total;
     }
-    if (threadIdx.x == 0) w.piece_begin[w.max_blocks] = begin;
+    if (threadIdx.x == 0) w.cuts[w.max_blocks] = begin;
 }
 
-fmsa_status cut_pieces(const work &w, cudaStream_t stream) {
-    return launch("cutting into pieces", cut_kernel, dim3(1), cutting_threads, 0, stream, w);
+/* Items are ordered by segment: a warp finds the first whose segment is at least that of the chunk's first row, and
+ * another warp the first beyond that of its last. Each round cuts what is left to a 32nd. */
+__global__ void __launch_bounds__(64)
+    cut_sparse_kernel(const __grid_constant__ work w, const int32_t *num_items, int shift) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+    const int32_t segment = warp == 0 ? w.row_begin >> shift : ((w.row_end - 1) >> shift) + 1;
+    int32_t low = 0, high = *num_items; /* the item sought lies in low ... high */
+    while (low < high) {
+        const int32_t stride = (high - low + 31) / 32, probe = low + lane * stride;
+        const bool before = probe < high && w.edge_row[w.items[probe].edge_begin] >> shift < segment;
+        const int32_t passed = __popc(__ballot_sync(0xffffffffu, before));
+        if (passed == 0) break;
+        high = min(high, low + passed * stride);
+        low += (passed - 1) * stride + 1;
+    }
+    if (lane == 0) w.cuts[warp] = low;
+}
+
+fmsa_status cut_shares(const fmsa_problem *problem, const work &w, const int32_t *num_items, cudaStream_t stream) {
+    if (w.items == nullptr) return launch("cutting", cut_dense_kernel, dim3(1), cutting_threads, 0, stream, w);
+    return launch("cutting", cut_sparse_kernel, dim3(1), 64, 0, stream, w, num_items, fmsa_cuda_segment_shift(problem));
 }
 
 /* ---- Rounding: a thread takes the four columns that stand together. It is bound by memory: each sum is read once. */

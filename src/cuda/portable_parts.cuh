@@ -52,36 +52,41 @@ inline fmsa_status clear(void *memory, size_t bytes, cudaStream_t stream) {
 }
 
 /* Query rows of a chunk such that fixed_bytes + rows * row_bytes (and the gaps between pieces of memory) fit in
- * scratch_limit, or in about a gigabyte more than the fixed part if there is no limit. All rows if they fit; whole
- * segments of the schedule if one fits. */
+ * scratch_limit, or in about a gigabyte more than the fixed part if there is no limit. All rows if they fit; else whole
+ * segments of the schedule, or a power of two of rows if no segment fits, so that chunks cut no more items than they
+ * must. */
 fmsa_status plan_chunk(const fmsa_problem *problem, const char *operation, size_t fixed_bytes, size_t row_bytes,
                        int64_t *rows);
 
-/* Keys of a share: a whole block, or part of it where fp32 planes would not fit in shared memory otherwise. */
+/* Keys of a share: a whole block, or part of it where fp32 would not fit in shared memory otherwise. */
 inline int32_t share_keys(const fmsa_problem *problem, int32_t most_fp32) {
     const int32_t block = problem->config.block_size;
     return problem->config.dtype == FMSA_DTYPE_FP32 && block > most_fp32 ? most_fp32 : block;
 }
 
-/* The work over all rows. schedule is NULL in dense mode; then piece_begin has room for max_key_blocks + 1 numbers.
- * unit_heads: query heads that a row of it stands for. */
+/* The work over all rows. schedule is NULL in dense mode. cuts: see cuts_count. unit_heads: query heads that a row of
+ * it stands for. */
 work make_work(const fmsa_problem *problem, const fmsa_cuda_geometry &geometry, const fmsa_cuda_schedule *schedule,
-               int32_t *piece_begin, int32_t keys, int32_t unit_heads);
+               int32_t *cuts, int32_t keys, int32_t unit_heads);
 
-/* Dense mode: enqueues the cutting of w's rows into pieces. To be called before each launch with another chunk or other
- * blocks. */
-fmsa_status cut_pieces(const work &w, cudaStream_t stream);
+/* Numbers that work.cuts has room for. */
+inline int64_t cuts_count(const fmsa_problem *problem) {
+    return is_dense(problem) ? problem->max_key_blocks + 1 : 2;
+}
+
+/* Enqueues the finding of w's shares: before each launch with another chunk or other blocks. */
+fmsa_status cut_shares(const fmsa_problem *problem, const work &w, const int32_t *num_items, cudaStream_t stream);
 
 /* Calls f with w and the parts of each block that it is to launch. In dense mode, one_by_one takes one block number and
  * one part of the blocks after the other, so that every row gets one addition a launch. */
 template <typename F>
-fmsa_status launch_shares(const fmsa_problem *problem, work w, bool one_by_one, cudaStream_t stream, F f) {
+fmsa_status launch_shares(const fmsa_problem *problem, work w, const int32_t *num_items, bool one_by_one,
+                          cudaStream_t stream, F f) {
     const int32_t parts = w.block_size / w.share_keys;
-    if (w.items != nullptr) return f(w, parts);
     fmsa_status status = FMSA_OK;
     for (int64_t i = 0; i < (one_by_one ? problem->max_fragment_blocks : 1) && status == FMSA_OK; i++) {
         w.only_block = one_by_one ? static_cast<int32_t>(i) : -1;
-        status = cut_pieces(w, stream);
+        status = cut_shares(problem, w, num_items, stream);
         for (w.first_part = 0; w.first_part < (one_by_one ? parts : 1) && status == FMSA_OK; w.first_part++) {
             status = f(w, one_by_one ? 1 : parts);
         }
@@ -105,9 +110,9 @@ struct attention {
 /* Bytes of partial results that a query row leaves, for attend_chunk. */
 size_t partial_row_bytes(const fmsa_problem *problem, const attention &a);
 
-/* Sparse: rows row_begin ... row_end - 1. partials has room for them. */
+/* Sparse: rows row_begin ... row_end - 1. partials has room for them; cuts: see cuts_count. */
 fmsa_status attend_chunk(const fmsa_problem *problem, const attention &a, const fmsa_cuda_schedule &schedule,
-                         int64_t row_begin, int64_t row_end, void *partials, cudaStream_t stream);
+                         int64_t row_begin, int64_t row_end, int32_t *cuts, void *partials, cudaStream_t stream);
 
 /* Dense: all rows. */
 fmsa_status attend_dense(const fmsa_problem *problem, const attention &a, const fmsa_cuda_geometry &geometry,

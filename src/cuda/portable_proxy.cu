@@ -13,9 +13,9 @@
  * Warp roles: all warps alike, 16 keys each, and a part of dq_proxy's columns at the end of a tile. The tiles of the R
  * heads and of the proxy form one stream of steps; they are gathered by cp.async two steps ahead.
  * Registers: K (32), w, S, dk_proxy (64 at Dp = 128): one block of 8 warps a multiprocessor. Shared memory (D = Dp =
- * 128): k_proxy 32 KB, three stages of 64 rows 48 KB (K passes through them), dS 16 KB.
+ * 128): k_proxy 32 KB, three stages of 64 rows 48 KB, dS 16 KB.
  * Sums: as in the backward pass. The KL value is summed in a fixed order: a thread's, a block's, then all shares' in
- * fp64. fp32: products of two bf16 planes (tile.cuh), a relative error of about 2^-16.
+ * fp64. fp32: products of split TF32 numbers (tile.cuh), each with a relative error of about 2^-20.
  * Floor: (2 * D * R + 6 * Dp) * (token, proxy head, key) floating-point operations at the rate of mma.sync. */
 #include "portable_parts.cuh"
 
@@ -23,10 +23,11 @@ namespace fmsa {
 
 constexpr int most_threads = 256;
 constexpr int stages = 3;
-constexpr int ring = 3; /* tiles whose token data is kept */
+constexpr int ring = 3;       /* tiles whose token data is kept */
+constexpr int most_steps = 8; /* of 16 columns, in a main head */
 
 template <typename T>
-constexpr int tile_rows = product_of<T>::planes == 1 ? 64 : 32;
+constexpr int tile_rows = sizeof(T) == 2 ? 64 : 32;
 
 template <typename T>
 struct proxy_parameters {
@@ -59,24 +60,47 @@ struct token_to_load {
     int32_t limit; /* negative: none */
 };
 
-/* K of the warp's 16 keys, straight from memory: where a proxy head's main heads have several key heads. */
-template <typename T, int most>
-__device__ __forceinline__ void load_fragments(left_fragment<T> (&fragment)[most], const view<const T> &k,
+/* Two neighbouring elements in memory, as a fragment holds them. */
+template <typename T>
+__device__ __forceinline__ void load_pair(left_fragment<T> &a, int i, const T *place) {
+    a.x[i] = place == nullptr ? 0 : *reinterpret_cast<const uint32_t *>(place);
+}
+template <>
+__device__ __forceinline__ void load_pair<float>(left_fragment<float> &a, int i, const float *place) {
+    const float2 two = place == nullptr ? make_float2(0, 0) : *reinterpret_cast<const float2 *>(place);
+    a.x[4 * (i / 2) + i % 2] = two.x;
+    a.x[4 * (i / 2) + i % 2 + 2] = two.y;
+}
+
+/* K of the warp's 16 keys, straight from memory: once a share, and again where a proxy head's main heads pass from one
+ * key head to the next. */
+template <typename T>
+__device__ __forceinline__ void load_fragments(left_fragment<T> (&fragment)[most_steps], const view<const T> &k,
                                                const share &s, int key, int64_t head, int dim) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
-    for (int d = 0; d < most; d++) {
-        if (16 * d >= dim) break;
+    for (int d = 0; d < most_steps; d++) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int own_key = key + lane / 4 + 8 * (i % 2), column = 16 * d + 8 * (i / 2) + 2 * (lane & 3);
-            float x = 0, y = 0;
-            if (own_key < s.keys) {
-                const T *place = k.at(s.key_row + own_key, head) + column;
-                x = static_cast<float>(place[0]);
-                y = static_cast<float>(place[1]);
-            }
-            to_planes<T>(x, y, &fragment[d].plane[0][i], 4);
+            const bool there = own_key < s.keys && column < dim;
+            load_pair<T>(fragment[d], i, there ? k.at(s.key_row + own_key, head) + column : nullptr);
+        }
+    }
+}
+
+/* S^T = K Q^T over 16 * steps columns. */
+template <int steps, typename T, int rows>
+__device__ __forceinline__ void score(float (&sum)[rows / 8][4], const left_fragment<T> (&k)[most_steps],
+                                      const tile<T, 128> &q) {
+#pragma unroll
+    for (int c = 0; c < steps; c++) {
+#pragma unroll
+        for (int n = 0; n < rows / 8; n += 2) {
+            right_fragment<T> b[2];
+            q.right_transposed(b, 8 * n, c);
+            multiply_add(sum[n], k[c], b[0]);
+            multiply_add(sum[n + 1], k[c], b[1]);
         }
     }
 }
@@ -129,7 +153,7 @@ __device__ __forceinline__ double sum_of_block(double x) {
 
 template <typename T, int D>
 __global__ void __launch_bounds__(most_threads, 1) proxy_kernel(const __grid_constant__ proxy_parameters<T> a) {
-    constexpr int rows = tile_rows<T>, most_steps = 128 / 16;
+    constexpr int rows = tile_rows<T>;
     extern __shared__ __align__(128) char memory[];
     __shared__ token_data<rows> data[ring];
     __shared__ float stage_lse[stages][rows];
@@ -140,10 +164,10 @@ __global__ void __launch_bounds__(most_threads, 1) proxy_kernel(const __grid_con
     const int32_t proxy_head = a.w.items == nullptr ? at.unit : s.proxy_head;
     const int64_t proxy_key_head = proxy_head / a.proxy_heads_per_key_head;
     const int32_t first_head = proxy_head * a.heads_per_proxy_head;
-    const tile<T, D> k_proxy(shared_address(memory), keys);
+    const tile<T, D> k_proxy(shared_address(memory));
     const uint32_t first_stage = k_proxy.address + tile<T, D>::bytes(keys);
     constexpr int stage_bytes = tile<T, 128>::bytes(rows);
-    const tile<T, rows> ds_shared(first_stage + stages * stage_bytes, keys);
+    const tile<T, rows> ds_shared(first_stage + stages * stage_bytes);
 
     for (int i = threadIdx.x; i < keys * (D / 8); i += blockDim.x) {
         const int key = i / (D / 8), chunk = i % (D / 8);
@@ -152,7 +176,7 @@ __global__ void __launch_bounds__(most_threads, 1) proxy_kernel(const __grid_con
     }
     int32_t held_head = first_head / a.heads_per_kv_head;
     left_fragment<T> k_fragment[most_steps];
-    load_fragments<T, most_steps>(k_fragment, a.k, s, own_key, held_head, a.dim);
+    load_fragments<T>(k_fragment, a.k, s, own_key, held_head, a.dim);
 
     /* Steps: for each tile of tokens the R main heads, then the proxy. */
     const int32_t tiles = (s.count + rows - 1) / rows, steps_a_tile = a.heads_per_proxy_head + 1;
@@ -192,17 +216,13 @@ __global__ void __launch_bounds__(most_threads, 1) proxy_kernel(const __grid_con
                 const int32_t head = first_head + load_step, chunks = a.dim / 8;
                 const T *row = a.q.at(current.token, head);
                 for (int chunk = first_chunk; chunk < chunks; chunk += threads_a_row) {
-                    if (a.dim == 128) {
-                        tile<T, 128>(address, rows).load(own_row, chunk, row + 8 * chunk, there);
-                    } else {
-                        tile<T, 64>(address, rows).load(own_row, chunk, row + 8 * chunk, there);
-                    }
+                    tile<T, 128>(address).load(own_row, chunk, row + 8 * chunk, there);
                 }
                 lse = a.lse.at(current.token, head);
             } else {
                 const T *row = a.q_proxy.at(current.token, proxy_head);
                 for (int chunk = first_chunk; chunk < D / 8; chunk += threads_a_row) {
-                    tile<T, D>(address, rows).load(own_row, chunk, row + 8 * chunk, there);
+                    tile<T, D>(address).load(own_row, chunk, row + 8 * chunk, there);
                 }
                 lse = a.student_lse + int64_t(current.token) * a.proxy_heads + proxy_head;
             }
@@ -231,33 +251,24 @@ __global__ void __launch_bounds__(most_threads, 1) proxy_kernel(const __grid_con
             const int32_t key_head = (first_head + h) / a.heads_per_kv_head;
             if (key_head != held_head) {
                 held_head = key_head;
-                load_fragments<T, most_steps>(k_fragment, a.k, s, own_key, held_head, a.dim);
+                load_fragments<T>(k_fragment, a.k, s, own_key, held_head, a.dim);
             }
             cp_async_wait<1>();
             __syncthreads();
             load_next();
-            float score[rows / 8][4] = {};
-#pragma unroll
-            for (int c = 0; c < most_steps; c++) {
-                if (16 * c >= a.dim) break;
-#pragma unroll
-                for (int n = 0; n < rows / 8; n += 2) {
-                    right_fragment<T> b[2];
-                    if (a.dim == 128) {
-                        tile<T, 128>(stage_address(stage), rows).right_transposed(b, 8 * n, c);
-                    } else {
-                        tile<T, 64>(stage_address(stage), rows).right_transposed(b, 8 * n, c);
-                    }
-                    multiply_add(score[n], k_fragment[c], b[0]);
-                    multiply_add(score[n + 1], k_fragment[c], b[1]);
-                }
+            float main_score[rows / 8][4] = {};
+            const tile<T, 128> q(stage_address(stage));
+            if (a.dim == 128) {
+                score<8, T, rows>(main_score, k_fragment, q);
+            } else {
+                score<4, T, rows>(main_score, k_fragment, q);
             }
 #pragma unroll
             for (int n = 0; n < rows / 8; n++) {
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
                     const int row = 8 * n + 2 * (lane & 3) + e % 2, key = own_key + lane / 4 + 8 * (e / 2);
-                    const float p = exp2_approx(score[n][e] * a.scale_log2 - stage_lse[stage][row] * log2_e);
+                    const float p = exp2_approx(main_score[n][e] * a.scale_log2 - stage_lse[stage][row] * log2_e);
                     teacher[n][e] += key <= d.limit[row] ? p : 0;
                 }
             }
@@ -267,7 +278,7 @@ __global__ void __launch_bounds__(most_threads, 1) proxy_kernel(const __grid_con
         cp_async_wait<1>();
         __syncthreads();
         load_next();
-        const tile<T, D> q_proxy(stage_address(stage), rows);
+        const tile<T, D> q_proxy(stage_address(stage));
         float ds[rows / 8][4] = {};
 #pragma unroll
         for (int c = 0; c < D / 16; c++) {
@@ -344,7 +355,7 @@ __global__ void __launch_bounds__(kl_threads) kl_kernel(const double *sums, int6
 
 struct proxy_scratch {
     fmsa_cuda_geometry geometry;
-    int32_t *piece_begin;
+    int32_t *cuts;
     float *student_lse;
     float *dk;
     int32_t *turns;
@@ -394,8 +405,8 @@ static size_t partials_row_bytes(const fmsa_problem *problem) {
 }
 
 static work proxy_work(const fmsa_problem *problem, const fmsa_cuda_geometry &geometry,
-                       const fmsa_cuda_schedule *schedule, int32_t *piece_begin) {
-    return make_work(problem, geometry, schedule, piece_begin, share_keys(problem, 64), problem->heads_per_proxy_head);
+                       const fmsa_cuda_schedule *schedule, int32_t *cuts) {
+    return make_work(problem, geometry, schedule, cuts, share_keys(problem, 64), problem->heads_per_proxy_head);
 }
 
 static proxy_scratch take_scratch(const fmsa_problem *problem, void *workspace, int64_t chunk_rows) {
@@ -403,9 +414,9 @@ static proxy_scratch take_scratch(const fmsa_problem *problem, void *workspace, 
     const fmsa_cuda_schedule schedule = fmsa_cuda_schedule_at(problem, nullptr);
     fmsa_cuda_arena arena = {static_cast<char *>(workspace), 0};
     proxy_scratch s = {};
+    s.cuts = static_cast<int32_t *>(fmsa_cuda_take(&arena, cuts_count(problem), sizeof(int32_t)));
     if (is_dense(problem)) {
         s.geometry = fmsa_cuda_geometry_at(problem, fmsa_cuda_take(&arena, fmsa_cuda_geometry_bytes(problem), 1));
-        s.piece_begin = static_cast<int32_t *>(fmsa_cuda_take(&arena, problem->max_key_blocks + 1, sizeof(int32_t)));
     }
     s.student_lse = static_cast<float *>(fmsa_cuda_take(&arena, c->total_q * c->num_proxy_heads, sizeof(float)));
     s.dk = static_cast<float *>(
@@ -471,14 +482,15 @@ static fmsa_status run_chunk(const fmsa_problem *problem, const fmsa_tensors *t,
     fmsa_status status = FMSA_OK;
     if (schedule != nullptr) {
         status = attend_chunk(problem, student(problem, t, scratch.student_lse), *schedule, p.w.row_begin, p.w.row_end,
-                              scratch.partials, stream);
+                              scratch.cuts, scratch.partials, stream);
     }
     if (status == FMSA_OK && p.dq != nullptr && p.dq_kind != WRITE) {
         status = clear(scratch.dq, (p.w.row_end - p.w.row_begin) * dq_row_bytes(problem), stream);
     }
     if (status == FMSA_OK) {
+        const int32_t *num_items = schedule == nullptr ? nullptr : schedule->num_items;
         const bool one_by_one = p.dq != nullptr && p.dq_kind == ADD_ALONE;
-        status = launch_shares(problem, p.w, one_by_one, stream, [&](const work &w, int32_t launched_parts) {
+        status = launch_shares(problem, p.w, num_items, one_by_one, stream, [&](const work &w, int32_t launched_parts) {
             p.w = w;
             return launch_proxy<T, D>(problem, p, launched_parts, stream);
         });
@@ -530,7 +542,7 @@ static fmsa_status run(const fmsa_problem *problem, const fmsa_tensors *t, const
     }
 
     proxy_parameters<T> p = {};
-    p.w = proxy_work(problem, geometry, schedule, scratch.piece_begin);
+    p.w = proxy_work(problem, geometry, schedule, scratch.cuts);
     p.w.ticket = scratch.ticket;
     p.q = view<const T>(t->q);
     p.k = view<const T>(t->k);

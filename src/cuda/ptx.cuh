@@ -88,16 +88,26 @@ __device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/* ---- Stores. ---- */
+/* ---- Plain accesses to shared memory, reductions in global memory. ---- */
 
 __device__ __forceinline__ void store_shared_4(uint32_t address, uint32_t value) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ void store_shared_16(uint32_t address, const uint32_t (&value)[4]) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value[0]), "r"(value[1]), "r"(value[2]),
-                 "r"(value[3])
-                 : "memory");
+__device__ __forceinline__ void store_shared_8(uint32_t address, float2 value) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(value.x), "f"(value.y) : "memory");
+}
+
+__device__ __forceinline__ float load_shared_4(uint32_t address) {
+    float value;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ float2 load_shared_8(uint32_t address) {
+    float2 value;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");
+    return value;
 }
 
 /* Adds four neighbouring values to global memory, in no order that one can rely on. address is a multiple of 16 bytes.

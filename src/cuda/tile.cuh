@@ -1,11 +1,11 @@
-/* Tiles of the portable kernels: 16-bit matrices in shared memory, and the fragments of m16n8k16 products read from
- * them.
+/* Tiles of the portable kernels: matrices in shared memory, and the fragments of 16 x 8 x 16 products read from them.
  *
- * A tile of [rows][columns] lies in rows of `columns` 16-bit elements, cut into chunks of 16 bytes whose place within
- * the row is permuted, so that the eight rows of an 8 x 8 matrix always fall on different banks. fp32 elements are
- * split in two bf16 tiles, high and low part (the two *planes*), and a product of them takes three: high * high,
- * high * low and low * high. What is dropped (low * low and the rounding of the low part) is at most 2^-16 of the
- * product of the magnitudes. */
+ * A tile of [rows][columns] lies in rows cut into chunks of 16 bytes whose place within the row is permuted, so that
+ * the eight rows of an 8 x 8 matrix always fall on different banks.
+ *
+ * 16-bit elements enter m16n8k16 as they are. An fp32 element x is split into high = x cut to TF32 and low = x - high,
+ * and a product takes three of TF32: high * high, high * low and low * high. What is dropped (low * low, and low's own
+ * rounding) is at most 2^-20 of the product of the magnitudes. */
 #ifndef FMSA_CUDA_TILE_CUH
 #define FMSA_CUDA_TILE_CUH
 
@@ -17,48 +17,53 @@
 
 namespace fmsa {
 
-/* How an element type enters a product: as one 16-bit plane, or as two. */
-template <typename T>
-struct product_of {
-    typedef T type;
-    static constexpr int planes = 1;
-};
-template <>
-struct product_of<float> {
-    typedef __nv_bfloat16 type;
-    static constexpr int planes = 2;
-};
-
-/* One operand of m16n8k16, in registers: 16 x 16 on the left, 16 x 8 on the right. */
+/* One operand, in registers: 16 x 16 on the left, 16 x 8 on the right. 16 bits: as ptx.cuh says. fp32: the two halves
+ * of the inner dimension one after the other, each as m16n8k8 has it but for the order of the inner dimension: lane t
+ * of four has places 2t and 2t + 1 of eight instead of t and t + 4, as it has them in an accumulator. */
 template <typename T>
 struct left_fragment {
-    uint32_t plane[product_of<T>::planes][4];
+    uint32_t x[4];
+};
+template <>
+struct left_fragment<float> {
+    float x[8];
 };
 template <typename T>
 struct right_fragment {
-    uint32_t plane[product_of<T>::planes][2];
+    uint32_t x[2];
+};
+template <>
+struct right_fragment<float> {
+    float x[4];
 };
 
 template <typename T>
 __device__ __forceinline__ void multiply_add(float (&sum)[4], const left_fragment<T> &a, const right_fragment<T> &b) {
-    const typename product_of<T>::type type = {};
-    if constexpr (product_of<T>::planes == 2) {
-        mma_m16n8k16(sum, a.plane[1], b.plane[0][0], b.plane[0][1], type);
-        mma_m16n8k16(sum, a.plane[0], b.plane[1][0], b.plane[1][1], type);
-    }
-    mma_m16n8k16(sum, a.plane[0], b.plane[0][0], b.plane[0][1], type);
+    mma_m16n8k16(sum, a.x, b.x[0], b.x[1], T());
 }
 
-/* Two neighbouring elements, rounded to each plane: plane[0] and, for fp32, plane[stride]. An infinite high part would
- * make the low part NaN: then the high part alone stands for the element. */
-template <typename T>
-__device__ __forceinline__ void to_planes(float x, float y, uint32_t *plane, int stride) {
-    const typename product_of<T>::type type = {};
-    plane[0] = pack_pair(x, y, type);
-    if constexpr (product_of<T>::planes == 2) {
-        const float2 high = unpack_pair(plane[0], type);
-        const float low_x = x - high.x, low_y = y - high.y;
-        plane[stride] = pack_pair(isfinite(low_x) ? low_x : 0.0f, isfinite(low_y) ? low_y : 0.0f, type);
+/* x in two TF32 numbers. An infinite or NaN x has low part 0, so that it comes out of the product as it went in. */
+__device__ __forceinline__ void split(float x, uint32_t &high, uint32_t &low) {
+    high = __float_as_uint(x) & 0xffffe000u;
+    const float rest = x - __uint_as_float(high);
+    low = isfinite(rest) ? __float_as_uint(rest) : 0;
+}
+
+template <>
+__device__ __forceinline__ void multiply_add<float>(float (&sum)[4], const left_fragment<float> &a,
+                                                    const right_fragment<float> &b) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        uint32_t a_high[4], a_low[4], b_high[2], b_low[2];
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            split(a.x[4 * half + i], a_high[i], a_low[i]);
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            split(b.x[2 * half + i], b_high[i], b_low[i]);
+        mma_m16n8k8_tf32(sum, a_low, b_high[0], b_high[1]);
+        mma_m16n8k8_tf32(sum, a_high, b_low[0], b_low[1]);
+        mma_m16n8k8_tf32(sum, a_high, b_high[0], b_high[1]);
     }
 }
 
@@ -72,32 +77,32 @@ __device__ __forceinline__ void store_pair<float>(float *place, float x, float y
     *reinterpret_cast<float2 *>(place) = make_float2(x, y);
 }
 
-/* Sums of two neighbouring 16 x 8 results, as the left operand of the next product. */
+/* Two neighbouring 16 x 8 results, as the left operand of the next product. */
 template <typename T>
 __device__ __forceinline__ left_fragment<T> to_left_fragment(const float (&first)[4], const float (&second)[4]) {
-    left_fragment<T> a;
-    to_planes<T>(first[0], first[1], &a.plane[0][0], 4);
-    to_planes<T>(first[2], first[3], &a.plane[0][1], 4);
-    to_planes<T>(second[0], second[1], &a.plane[0][2], 4);
-    to_planes<T>(second[2], second[3], &a.plane[0][3], 4);
-    return a;
+    return {pack_pair(first[0], first[1], T()), pack_pair(first[2], first[3], T()),
+            pack_pair(second[0], second[1], T()), pack_pair(second[2], second[3], T())};
+}
+template <>
+__device__ __forceinline__ left_fragment<float> to_left_fragment<float>(const float (&first)[4],
+                                                                        const float (&second)[4]) {
+    return {first[0], first[2], first[1], first[3], second[0], second[2], second[1], second[3]};
 }
 
-/* A tile in shared memory. rows only sets the distance of the planes. */
+/* Where the chunks of a tile lie. */
 template <typename T, int columns>
-struct tile {
-    static constexpr int chunks = columns / 8;
-    static constexpr int row_bytes = columns * 2;
+struct tile_layout {
+    static constexpr int row_bytes = columns * sizeof(T);
+    static constexpr int chunks = row_bytes / 16;
 
     uint32_t address;
-    uint32_t plane_bytes;
 
-    __device__ __forceinline__ tile(uint32_t start, int rows) : address(start), plane_bytes(rows * row_bytes) {
+    __device__ __forceinline__ explicit tile_layout(uint32_t start) : address(start) {
     }
 
     /* Bytes that a tile takes. */
     static constexpr __host__ __device__ int bytes(int rows) {
-        return rows * row_bytes * product_of<T>::planes;
+        return rows * row_bytes;
     }
 
     __device__ __forceinline__ uint32_t at(int row, int chunk) const {
@@ -106,25 +111,34 @@ struct tile {
         return address + row * row_bytes + ((chunk ^ ((row / rows_a_line) & mask)) << 4);
     }
 
+    /* Starts the copy of eight elements from global memory, or of zeros. */
+    __device__ __forceinline__ void load(int row, int eighth, const T *source, bool valid) const {
+        constexpr int pieces = 8 * sizeof(T) / 16;
+#pragma unroll
+        for (int i = 0; i < pieces; i++)
+            cp_async_16(at(row, pieces * eighth + i), source + i * 16 / sizeof(T), valid);
+    }
+};
+
+/* A tile in shared memory. */
+template <typename T, int columns>
+struct tile : tile_layout<T, columns> {
+    using tile_layout<T, columns>::tile_layout;
+    using tile_layout<T, columns>::at;
+
     /* Rows row ... row + 15, columns 16 * step ... + 15, as the left operand. */
     __device__ __forceinline__ left_fragment<T> left(int row, int step) const {
         const int lane = threadIdx.x & 31;
-        const uint32_t place = at(row + (lane & 15), 2 * step + (lane >> 4));
         left_fragment<T> a;
-#pragma unroll
-        for (int p = 0; p < product_of<T>::planes; p++)
-            ldmatrix_x4(a.plane[p], place + p * plane_bytes);
+        ldmatrix_x4(a.x, at(row + (lane & 15), 2 * step + (lane >> 4)));
         return a;
     }
 
     /* The transpose of rows row ... row + 15, columns column ... column + 15, as the left operand. */
     __device__ __forceinline__ left_fragment<T> left_transposed(int row, int column) const {
         const int lane = threadIdx.x & 31;
-        const uint32_t place = at(row + (lane & 7) + ((lane >> 4) << 3), column / 8 + ((lane >> 3) & 1));
         left_fragment<T> a;
-#pragma unroll
-        for (int p = 0; p < product_of<T>::planes; p++)
-            ldmatrix_x4_trans(a.plane[p], place + p * plane_bytes);
+        ldmatrix_x4_trans(a.x, at(row + (lane & 7) + ((lane >> 4) << 3), column / 8 + ((lane >> 3) & 1)));
         return a;
     }
 
@@ -132,54 +146,20 @@ struct tile {
      * rows and one for the others. */
     __device__ __forceinline__ void right_transposed(right_fragment<T> (&b)[2], int row, int step) const {
         const int lane = threadIdx.x & 31;
-        const uint32_t place = at(row + (lane & 7) + ((lane >> 4) << 3), 2 * step + ((lane >> 3) & 1));
-#pragma unroll
-        for (int p = 0; p < product_of<T>::planes; p++) {
-            uint32_t matrix[4];
-            ldmatrix_x4(matrix, place + p * plane_bytes);
-            b[0].plane[p][0] = matrix[0];
-            b[0].plane[p][1] = matrix[1];
-            b[1].plane[p][0] = matrix[2];
-            b[1].plane[p][1] = matrix[3];
-        }
+        uint32_t matrix[4];
+        ldmatrix_x4(matrix, at(row + (lane & 7) + ((lane >> 4) << 3), 2 * step + ((lane >> 3) & 1)));
+        b[0] = {matrix[0], matrix[1]};
+        b[1] = {matrix[2], matrix[3]};
     }
 
     /* Rows row ... row + 15, columns column ... column + 15: two right operands, one for the first eight columns and
      * one for the others. */
     __device__ __forceinline__ void right(right_fragment<T> (&b)[2], int row, int column) const {
         const int lane = threadIdx.x & 31;
-        const uint32_t place = at(row + (lane & 15), column / 8 + (lane >> 4));
-#pragma unroll
-        for (int p = 0; p < product_of<T>::planes; p++) {
-            uint32_t matrix[4];
-            ldmatrix_x4_trans(matrix, place + p * plane_bytes);
-            b[0].plane[p][0] = matrix[0];
-            b[0].plane[p][1] = matrix[1];
-            b[1].plane[p][0] = matrix[2];
-            b[1].plane[p][1] = matrix[3];
-        }
-    }
-
-    /* Copies eight elements from global memory, or zeros. 16-bit elements arrive with the thread's next cp_async_wait,
-     * fp32 at once. */
-    __device__ __forceinline__ void load(int row, int chunk, const T *source, bool valid) const {
-        const uint32_t place = at(row, chunk);
-        if constexpr (product_of<T>::planes == 1) {
-            cp_async_16(place, source, valid);
-        } else {
-            float4 first = {0, 0, 0, 0}, second = {0, 0, 0, 0};
-            if (valid) {
-                first = reinterpret_cast<const float4 *>(source)[0];
-                second = reinterpret_cast<const float4 *>(source)[1];
-            }
-            uint32_t plane[2][4];
-            to_planes<T>(first.x, first.y, &plane[0][0], 4);
-            to_planes<T>(first.z, first.w, &plane[0][1], 4);
-            to_planes<T>(second.x, second.y, &plane[0][2], 4);
-            to_planes<T>(second.z, second.w, &plane[0][3], 4);
-            store_shared_16(place, plane[0]);
-            store_shared_16(place + plane_bytes, plane[1]);
-        }
+        uint32_t matrix[4];
+        ldmatrix_x4_trans(matrix, at(row + (lane & 15), column / 8 + (lane >> 4)));
+        b[0] = {matrix[0], matrix[1]};
+        b[1] = {matrix[2], matrix[3]};
     }
 
     /* Writes the 16 x 8 result whose top left corner is (row, column). */
@@ -187,12 +167,77 @@ struct tile {
         const int lane = threadIdx.x & 31;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const uint32_t place = at(row + lane / 4 + 8 * half, column / 8) + (lane & 3) * 4;
-            uint32_t plane[product_of<T>::planes];
-            to_planes<T>(result[2 * half], result[2 * half + 1], plane, 1);
+            store_shared_4(at(row + lane / 4 + 8 * half, column / 8) + (lane & 3) * 4,
+                           pack_pair(result[2 * half], result[2 * half + 1], T()));
+        }
+    }
+};
+
+/* The same for fp32, which ldmatrix does not know. */
+template <int columns>
+struct tile<float, columns> : tile_layout<float, columns> {
+    using tile_layout<float, columns>::tile_layout;
+    using tile_layout<float, columns>::at;
+
+    __device__ __forceinline__ float element(int row, int column) const {
+        return load_shared_4(at(row, column / 4) + column % 4 * 4);
+    }
+    __device__ __forceinline__ float2 pair(int row, int column) const {
+        return load_shared_8(at(row, column / 4) + column % 4 * 4);
+    }
+
+    __device__ __forceinline__ left_fragment<float> left(int row, int step) const {
+        const int lane = threadIdx.x & 31, own_row = row + lane / 4, column = 16 * step + 2 * (lane & 3);
+        left_fragment<float> a;
 #pragma unroll
-            for (int p = 0; p < product_of<T>::planes; p++)
-                store_shared_4(place + p * plane_bytes, plane[p]);
+        for (int half = 0; half < 2; half++) {
+            const float2 upper = pair(own_row, column + 8 * half), lower = pair(own_row + 8, column + 8 * half);
+            a.x[4 * half] = upper.x;
+            a.x[4 * half + 1] = lower.x;
+            a.x[4 * half + 2] = upper.y;
+            a.x[4 * half + 3] = lower.y;
+        }
+        return a;
+    }
+
+    __device__ __forceinline__ left_fragment<float> left_transposed(int row, int column) const {
+        const int lane = threadIdx.x & 31, own_row = row + 2 * (lane & 3), own_column = column + lane / 4;
+        left_fragment<float> a;
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            a.x[i] = element(own_row + 8 * (i / 4) + i / 2 % 2, own_column + 8 * (i % 2));
+        return a;
+    }
+
+    __device__ __forceinline__ void right_transposed(right_fragment<float> (&b)[2], int row, int step) const {
+        const int lane = threadIdx.x & 31, own_row = row + lane / 4, column = 16 * step + 2 * (lane & 3);
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const float2 two = pair(own_row + 8 * n, column + 8 * half);
+                b[n].x[2 * half] = two.x;
+                b[n].x[2 * half + 1] = two.y;
+            }
+        }
+    }
+
+    __device__ __forceinline__ void right(right_fragment<float> (&b)[2], int row, int column) const {
+        const int lane = threadIdx.x & 31, own_row = row + 2 * (lane & 3), own_column = column + lane / 4;
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                b[n].x[i] = element(own_row + 8 * (i / 2) + i % 2, own_column + 8 * n);
+        }
+    }
+
+    __device__ __forceinline__ void store(int row, int column, const float (&result)[4]) const {
+        const int lane = threadIdx.x & 31, own_column = column + 2 * (lane & 3);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            store_shared_8(at(row + lane / 4 + 8 * half, own_column / 4) + own_column % 4 * 4,
+                           make_float2(result[2 * half], result[2 * half + 1]));
         }
     }
 };

@@ -43,8 +43,7 @@ struct head_map {
 
 struct work {
     fmsa_cuda_geometry geometry;
-    const fmsa_cuda_item *items; /* NULL in dense mode, as the next four */
-    const int32_t *num_items;
+    const fmsa_cuda_item *items; /* NULL in dense mode, as the next three */
     const int64_t *list_begin;
     const int32_t *edge_row;
     const int32_t *edge_slot;
@@ -53,7 +52,8 @@ struct work {
     int32_t share_keys;         /* block_size is a multiple of it */
     int32_t row_begin, row_end; /* the chunk */
     int32_t piece_rows;         /* dense mode: rows of a share, at most */
-    int32_t *piece_begin;       /* dense mode: [max_blocks + 1] number of each block's first share */
+    int32_t *cuts;              /* sparse mode: [2] the chunk's first item, and one past its last; dense mode:
+                                   [max_blocks + 1] number of each block's first share */
     int32_t only_block;         /* dense mode: take the blocks of this number alone, or all of them if -1 */
     int32_t first_part;         /* of a block, where a launch does not take all of them */
     uint32_t *ticket; /* NULL, or a counter at 0: shares are then started in the order of their numbers, whatever the
@@ -63,16 +63,20 @@ struct work {
 /* The number of a thread block's share, the unit (within the proxy head in sparse mode) and the part of the key block
  * it takes: blockIdx, unless there are tickets. */
 struct place {
-    uint32_t number, unit, part;
+    int32_t number, unit, part;
 };
 
 __device__ __forceinline__ place take_place(const work &w) {
-    if (w.ticket == nullptr) return {blockIdx.x, blockIdx.y, blockIdx.z + w.first_part};
-    __shared__ uint32_t taken;
-    if (threadIdx.x == 0) taken = atomicAdd(w.ticket, 1u);
-    __syncthreads();
-    const uint32_t rest = taken / gridDim.x;
-    return {taken % gridDim.x, rest % gridDim.y, rest / gridDim.y + w.first_part};
+    uint32_t number = blockIdx.x, unit = blockIdx.y, part = blockIdx.z;
+    if (w.ticket != nullptr) {
+        __shared__ uint32_t taken;
+        if (threadIdx.x == 0) taken = atomicAdd(w.ticket, 1u);
+        __syncthreads();
+        number = taken % gridDim.x;
+        unit = taken / gridDim.x % gridDim.y;
+        part = taken / gridDim.x / gridDim.y;
+    }
+    return {static_cast<int32_t>(number), static_cast<int32_t>(unit), static_cast<int32_t>(part) + w.first_part};
 }
 
 struct share {
@@ -99,8 +103,8 @@ struct share {
 __device__ __forceinline__ bool take_share(const work &w, const place &at, share &s) {
     const fmsa_cuda_geometry &g = w.geometry;
     if (w.items != nullptr) {
-        if (at.number >= *w.num_items) return false;
-        const fmsa_cuda_item item = w.items[at.number];
+        if (at.number >= w.cuts[1] - w.cuts[0]) return false;
+        const fmsa_cuda_item item = w.items[w.cuts[0] + at.number];
         s.block = item.block;
         s.proxy_head = item.proxy_head;
         s.count = item.edge_count;
@@ -124,15 +128,15 @@ __device__ __forceinline__ bool take_share(const work &w, const place &at, share
         s.first_row = 0;
         s.before = edge - w.list_begin[s.proxy_head * w.max_blocks + s.block];
     } else {
-        if (at.number >= w.piece_begin[w.max_blocks]) return false;
+        if (at.number >= w.cuts[w.max_blocks]) return false;
         int64_t low = 0, high = w.max_blocks;
         while (high - low > 1) {
             const int64_t middle = (low + high) / 2;
-            (w.piece_begin[middle] <= at.number ? low : high) = middle;
+            (w.cuts[middle] <= at.number ? low : high) = middle;
         }
         s.block = low;
         const int32_t list = g.block_q_begin[s.block];
-        const int64_t piece = at.number - w.piece_begin[s.block];
+        const int64_t piece = at.number - w.cuts[s.block];
         const int64_t begin = max(list, w.row_begin) + piece * w.piece_rows;
         const int64_t end = min(int64_t(min(g.block_q_end[s.block], w.row_end)), begin + w.piece_rows);
         s.edge_row = s.edge_slot = nullptr;
@@ -180,7 +184,7 @@ struct key_sums {
 
 /* Called by all threads; between the two, the share has its turn. */
 __device__ __forceinline__ int32_t *wait_for_turn(const key_sums &sums, const work &w, const share &s, int64_t unit,
-                                                  uint32_t part) {
+                                                  int32_t part) {
     if (sums.turns == nullptr) return nullptr;
     int32_t *turn = sums.turns + (unit * w.max_blocks + s.block) * (w.block_size / w.share_keys) + part;
     if (threadIdx.x == 0) {
