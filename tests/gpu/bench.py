@@ -18,7 +18,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 RUNS, WARM_SECONDS = 12, 0.25
 GRADIENTS = ["dq", "dk", "dv", "dq_proxy", "dk_proxy", "kl"]
-OUTPUTS = {SELECT: ["block_indices"], SCHEDULE: [], FORWARD: ["out", "lse"], BACKWARD: ["dq", "dk", "dv"], BACKWARD_WITH_PROXY: GRADIENTS}  # fmt: skip
+OUTPUTS = {
+    SELECT: ["block_indices"],
+    SCHEDULE: [],
+    FORWARD: ["out", "lse"],
+    BACKWARD: ["dq", "dk", "dv"],
+    BACKWARD_WITH_PROXY: GRADIENTS,
+}
 BF16 = torch.bfloat16
 
 
@@ -79,15 +85,21 @@ def dense_tasks(heads, kv_heads, tokens, dim, sets):
     qkv = []
     for seed in range(sets):
         g = torch.Generator(device="cuda").manual_seed(seed)
-        qkv.append([torch.randn(1, h, tokens, dim, generator=g, device="cuda", dtype=BF16, requires_grad=True)
-                    for h in (heads, kv_heads, kv_heads)])  # fmt: skip
+        qkv.append(
+            [
+                torch.randn(1, h, tokens, dim, generator=g, device="cuda", dtype=BF16, requires_grad=True)
+                for h in (heads, kv_heads, kv_heads)
+            ]
+        )
     dout = torch.randn(1, heads, tokens, dim, device="cuda", dtype=BF16)
     last = {}
 
     def forward(i):
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             last["inputs"] = qkv[i % sets]
-            last["out"] = torch.nn.functional.scaled_dot_product_attention(*last["inputs"], is_causal=True, enable_gqa=True)
+            last["out"] = torch.nn.functional.scaled_dot_product_attention(
+                *last["inputs"], is_causal=True, enable_gqa=True
+            )
 
     def backward(_):
         torch.autograd.grad(last["out"], last["inputs"], dout)
@@ -109,15 +121,17 @@ def bench_step_16k(figures):
     """The shape that flash-msa publishes: 16/2/4/1 heads, 16,384 tokens, k 16, with KL gradients."""
     steps = Steps((16, 2, 4, 1), 16384, 4)
     dense_forward, dense_backward = dense_tasks(16, 2, 16384, 128, 3)
-    ms = measure({
-        "step": steps.task(SELECT, SCHEDULE, FORWARD, BACKWARD_WITH_PROXY),
-        "select": steps.task(SELECT),
-        "schedule": steps.task(SCHEDULE),
-        "forward": steps.task(FORWARD),
-        "backward": steps.task(BACKWARD_WITH_PROXY),
-        "dense forward": dense_forward,
-        "dense backward": dense_backward,
-    })  # fmt: skip
+    ms = measure(
+        {
+            "step": steps.task(SELECT, SCHEDULE, FORWARD, BACKWARD_WITH_PROXY),
+            "select": steps.task(SELECT),
+            "schedule": steps.task(SCHEDULE),
+            "forward": steps.task(FORWARD),
+            "backward": steps.task(BACKWARD_WITH_PROXY),
+            "dense forward": dense_forward,
+            "dense backward": dense_backward,
+        }
+    )
     shape = "16/2/4/1 heads, 16,384 tokens, D 128, k 16, bf16"
     figures["portable.step.ms.16k"] = (ms["step"], "ms", f"select, schedule, forward, backward with KL; {shape}")
     for name in ("select", "schedule", "forward"):
@@ -131,15 +145,17 @@ def bench_m3_64k(figures):
     """MiniMax-M3 heads at 65,536 tokens."""
     steps = Steps((64, 4, 4, 1), 65536, 2)
     dense_forward, dense_backward = dense_tasks(64, 4, 16384, 128, 2)
-    ms = measure({
-        "select": steps.task(SELECT),
-        "schedule": steps.task(SCHEDULE),
-        "forward": steps.task(FORWARD),
-        "backward": steps.task(BACKWARD),
-        "backward with proxy": steps.task(BACKWARD_WITH_PROXY),
-        "dense forward": dense_forward,
-        "dense backward": dense_backward,
-    })  # fmt: skip
+    ms = measure(
+        {
+            "select": steps.task(SELECT),
+            "schedule": steps.task(SCHEDULE),
+            "forward": steps.task(FORWARD),
+            "backward": steps.task(BACKWARD),
+            "backward with proxy": steps.task(BACKWARD_WITH_PROXY),
+            "dense forward": dense_forward,
+            "dense backward": dense_backward,
+        }
+    )
     shape = "64/4/4/1 heads, 65,536 tokens, D 128, k 16, random selection, bf16"
     forward_flop = 2 * (128 + 128) * 64 * steps.pairs()
     scores_flop = 2 * 128 * 4 * (65536 * 65537 / 2)
@@ -171,10 +187,12 @@ def main():
     for bench in (bench_ceilings, bench_step_16k, bench_m3_64k):
         bench(figures)
         torch.cuda.empty_cache()
-    driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True)  # fmt: skip
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
+    )
     report = {
         "commit": commit(),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "card": card,
         "driver": driver.stdout.strip(),
         "cuda": torch.version.cuda,

@@ -4,8 +4,23 @@ import ctypes
 
 import pytest
 import torch
-from fmsa import (ARGUMENT, CHECK_FRAGMENTS, CUDA_ERROR, POISON, SCHEDULE, SELECT, UNSUPPORTED, WORKSPACE, Buffer, Call,
-                  Failure, Problem, documents, lib, make_inputs)  # fmt: skip
+from fmsa import (
+    ARGUMENT,
+    CHECK_FRAGMENTS,
+    CUDA_ERROR,
+    POISON,
+    SCHEDULE,
+    SELECT,
+    UNSUPPORTED,
+    WORKSPACE,
+    Buffer,
+    Call,
+    Failure,
+    Problem,
+    documents,
+    lib,
+    make_inputs,
+)
 
 GOOD = {"heads": (8, 2, 4, 1), "fragments": documents([300]), "dim": 64, "proxy_dim": 64, "block": 64, "top_k": 3}
 
@@ -51,13 +66,16 @@ def test_misaligned_views():
     assert failure.value.status == ARGUMENT and "q_proxy" in str(failure.value)
 
 
-@pytest.mark.parametrize("fragments,word", [
-    ([(0, 100, 0, 100), (50, 200, 100, 250)], "q_begin[1]"),
-    ([(0, 100, 0, 100), (100, 200, 50, 250)], "k_begin[1]"),
-    ([(0, 100, 0, 60)], "keys"),
-    ([(0, 100, 0, 400)], "k_end[0]"),
-    ([(5, 4, 0, 10)], "q_begin[0]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fragments,word",
+    [
+        ([(0, 100, 0, 100), (50, 200, 100, 250)], "q_begin[1]"),
+        ([(0, 100, 0, 100), (100, 200, 50, 250)], "k_begin[1]"),
+        ([(0, 100, 0, 60)], "keys"),
+        ([(0, 100, 0, 400)], "k_end[0]"),
+        ([(5, 4, 0, 10)], "q_begin[0]"),
+    ],
+)
 def test_fragments_are_checked_on_request(fragments, word):
     p = Problem(**{**GOOD, "fragments": fragments, "total_q": 300, "total_k": 300, "flags": CHECK_FRAGMENTS})
     call = Call(p, make_inputs(Problem(**GOOD)))
@@ -67,12 +85,15 @@ def test_fragments_are_checked_on_request(fragments, word):
     assert (call.outputs["block_indices"] == -1).all()
 
 
-@pytest.mark.parametrize("fragments", [
-    [(0, 100, 0, 100), (50, 200, 100, 250)],
-    [(0, 100, 0, 60), (100, 7_000_000, -5, 2**31 - 1)],
-    [(-2**31, 2**31 - 1, -2**31, 2**31 - 1)] * 3,
-    [(200, 300, 200, 300), (0, 100, 0, 100)],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fragments",
+    [
+        [(0, 100, 0, 100), (50, 200, 100, 250)],
+        [(0, 100, 0, 60), (100, 7_000_000, -5, 2**31 - 1)],
+        [(-(2**31), 2**31 - 1, -(2**31), 2**31 - 1)] * 3,
+        [(200, 300, 200, 300), (0, 100, 0, 100)],
+    ],
+)
 def test_wrong_fragments_stay_within_memory(fragments):
     """Without the check the results are wrong, but nothing around the buffers is read or written."""
     p = Problem(**{**GOOD, "fragments": fragments, "total_q": 300, "total_k": 300})

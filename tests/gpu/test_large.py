@@ -26,7 +26,9 @@ def compare_ends(p, x, outputs, lengths):
         at += length
         if length > 1000:
             continue
-        small = Problem(p.heads, documents([length]), p.dtype, p.dim, p.proxy_dim, p.block, p.top_k, kl_count=p.kl_count)
+        small = Problem(
+            p.heads, documents([length]), p.dtype, p.dim, p.proxy_dim, p.block, p.top_k, kl_count=p.kl_count
+        )
         inputs = {**part(x, rows), "grad_kl": x["grad_kl"]}
         compare(small, inputs, outputs["block_indices"][:, rows], part(outputs, rows))
 
@@ -92,7 +94,9 @@ def test_values_of_the_giant_document():
     for row in (49999, 31234, 4097):
         for head in (0, 7, 15):
             blocks = outputs["block_indices"][head // 4, row]
-            keys = torch.cat([torch.arange(b * 64, min(b * 64 + 64, row + 1)) for b in blocks.tolist() if b >= 0]).cuda()
+            keys = torch.cat(
+                [torch.arange(b * 64, min(b * 64 + 64, row + 1)) for b in blocks.tolist() if b >= 0]
+            ).cuda()
             s = x["k"][keys, head // 8].double() @ x["q"][row, head].double() / 8
             want = s.softmax(0) @ x["v"][keys, head // 8].double()
             got = outputs["out"][row, head].double()

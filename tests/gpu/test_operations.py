@@ -2,12 +2,33 @@
 
 import pytest
 import torch
-from fmsa import BACKWARD, BACKWARD_WITH_PROXY, DETERMINISTIC, FORWARD, FP32_KV_GRADS, Call, Failure, Problem, documents, make_inputs  # fmt: skip
+from fmsa import (
+    BACKWARD,
+    BACKWARD_WITH_PROXY,
+    DETERMINISTIC,
+    FORWARD,
+    FP32_KV_GRADS,
+    Call,
+    Failure,
+    Problem,
+    documents,
+    make_inputs,
+)
 from reference import compare, evaluate
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 RAGGED = [1, 127, 128, 129, 255, 256, 257]
-HEADS = [(64, 4, 4, 1), (16, 2, 4, 1), (16, 2, 4, 4), (8, 8, 8, 1), (6, 1, 1, 1), (28, 4, 4, 1), (32, 8, 2, 1), (12, 4, 4, 2), (1, 1, 1, 1)]  # fmt: skip
+HEADS = [
+    (64, 4, 4, 1),
+    (16, 2, 4, 1),
+    (16, 2, 4, 4),
+    (8, 8, 8, 1),
+    (6, 1, 1, 1),
+    (28, 4, 4, 1),
+    (32, 8, 2, 1),
+    (12, 4, 4, 2),
+    (1, 1, 1, 1),
+]
 
 
 def step(p, x, proxy=True):
@@ -29,7 +50,9 @@ def test_heads(heads, dtype, dense):
 
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-@pytest.mark.parametrize("dim,proxy_dim,block", [(64, 64, 64), (64, 128, 128), (128, 64, 64), (128, 128, 64), (64, 64, 128)])
+@pytest.mark.parametrize(
+    "dim,proxy_dim,block", [(64, 64, 64), (64, 128, 128), (128, 64, 64), (128, 128, 64), (64, 64, 128)]
+)
 def test_dimensions(dim, proxy_dim, block, dtype, dense):
     p = Problem((16, 2, 4, 1), documents([*RAGGED, 600]), dtype, dim, proxy_dim, block, top_k=3, dense=dense)
     step(p, make_inputs(p, seed=2))
@@ -45,7 +68,9 @@ def test_sharp_softmax_and_flags(sharpness, dtype, flags):
 
 @pytest.mark.parametrize("top_k", [1, 2, 12, 33, 64, 128])
 def test_top_k(top_k):
-    p = Problem((8, 2, 2, 1), documents([1500, 100]), BF16, 64, 64, 64, top_k=top_k, local_blocks=min(2, top_k), init_blocks=1)  # fmt: skip
+    p = Problem(
+        (8, 2, 2, 1), documents([1500, 100]), BF16, 64, 64, 64, top_k=top_k, local_blocks=min(2, top_k), init_blocks=1
+    )
     step(p, make_inputs(p, seed=4))
 
 
@@ -65,9 +90,18 @@ FRAGMENTS = {
 @pytest.mark.parametrize("name", FRAGMENTS)
 def test_fragments(name, dense):
     fragments = FRAGMENTS[name]
-    p = Problem((8, 2, 4, 1), fragments, BF16, 64, 64, 64, top_k=3, dense=dense,
-                total_q=max([f[1] for f in fragments], default=0) + 9,
-                total_k=max([f[3] for f in fragments], default=0) + 70)  # fmt: skip
+    p = Problem(
+        (8, 2, 4, 1),
+        fragments,
+        BF16,
+        64,
+        64,
+        64,
+        top_k=3,
+        dense=dense,
+        total_q=max([f[1] for f in fragments], default=0) + 9,
+        total_k=max([f[3] for f in fragments], default=0) + 70,
+    )
     call = step(p, make_inputs(p, seed=5))
     used_q, used_k = torch.zeros(p.total_q, dtype=torch.bool), torch.zeros(p.total_k, dtype=torch.bool)
     for q0, q1, k0, k1 in fragments:

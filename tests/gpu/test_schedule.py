@@ -77,7 +77,9 @@ def verify(p, s, indices):
     blocks, position, first = expected_geometry(p)
     assert s.num_blocks == len(blocks)
     used = slice(0, len(blocks))
-    assert np.array_equal(np.stack([s.block_k_begin, s.block_k_end, s.block_number], 1)[used], np.array(blocks).reshape(-1, 3))
+    assert np.array_equal(
+        np.stack([s.block_k_begin, s.block_k_end, s.block_number], 1)[used], np.array(blocks).reshape(-1, 3)
+    )
     assert (s.block_k_begin[len(blocks) :] == s.block_k_end[len(blocks) :]).all()
     assert (s.block_q_begin[len(blocks) :] == s.block_q_end[len(blocks) :]).all()
     assert np.array_equal(s.row_position, position)
@@ -144,16 +146,22 @@ CASES = {
     "documents": Problem((4, 2, 2, 1), documents([1, 127, 128, 129, 255, 256, 257, 900]), top_k=4),
     "empty documents": Problem((4, 2, 2, 1), documents([0, 0, 7, 0, 293]), top_k=4, block=64),
     "padded offsets": Problem((4, 2, 2, 1), documents([100, 200, 0, 0, 0]), top_k=4, block=64),
-    "keys without queries": Problem((2, 1, 1, 1), [(0, 0, 0, 500), (0, 60, 500, 700), (60, 60, 700, 900), (60, 100, 900, 1000)], top_k=3),
+    "keys without queries": Problem(
+        (2, 1, 1, 1), [(0, 0, 0, 500), (0, 60, 500, 700), (60, 60, 700, 900), (60, 100, 900, 1000)], top_k=3
+    ),
     "gaps": Problem((2, 1, 2, 1), [(3, 10, 5, 12), (12, 300, 20, 400)], total_q=310, total_k=500, top_k=2),
-    "context parallel": Problem((4, 2, 2, 1), [(0, 90, 0, 190), (90, 200, 0, 1100), (200, 203, 1100, 1103)], top_k=5, block=64),
-    "growing shared keys": Problem((2, 1, 1, 1), [(0, 50, 0, 50), (50, 80, 0, 70), (80, 90, 0, 300), (90, 100, 0, 110)], top_k=2, block=64),
+    "context parallel": Problem(
+        (4, 2, 2, 1), [(0, 90, 0, 190), (90, 200, 0, 1100), (200, 203, 1100, 1103)], top_k=5, block=64
+    ),
+    "growing shared keys": Problem(
+        (2, 1, 1, 1), [(0, 50, 0, 50), (50, 80, 0, 70), (80, 90, 0, 300), (90, 100, 0, 110)], top_k=2, block=64
+    ),
     "one token": Problem((1, 1, 1, 1), documents([1]), top_k=1),
     "wide k": Problem((2, 2, 2, 2), documents([3000]), top_k=128, block=64),
     "k not a power of two": Problem((2, 2, 2, 2), documents([1500]), top_k=37, block=64),
     "several segments": Problem((1, 1, 1, 1), documents([9000]), top_k=3, block=128),
     "nothing": Problem((2, 1, 1, 1), [], total_q=5, total_k=0, top_k=2),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)

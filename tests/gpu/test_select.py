@@ -24,7 +24,9 @@ def test_matches_definition(dtype, proxy_dim, block, heads):
 @pytest.mark.parametrize("top_k", [1, 2, 5, 12, 16, 33, 64, 128])
 @pytest.mark.parametrize("local,init", [(1, 0), (0, 0), (2, 1), (3, 4), (200, 7)])
 def test_forced_blocks(top_k, local, init):
-    p = Problem((4, 2, 2, 1), documents([2048, 300]), block=64, proxy_dim=64, top_k=top_k, local_blocks=local, init_blocks=init)  # fmt: skip
+    p = Problem(
+        (4, 2, 2, 1), documents([2048, 300]), block=64, proxy_dim=64, top_k=top_k, local_blocks=local, init_blocks=init
+    )
     x = make_inputs(p, seed=2)
     check_selection(p, x, select(p, x))
 
@@ -122,7 +124,9 @@ def test_special_values(dtype):
 @pytest.mark.parametrize("block,keys", [(64, 600 * 64 + 5), (128, 2500 * 128 + 1), (64, 9000 * 64 + 17)])
 def test_many_blocks(block, keys):
     """Each size of the top-k kernel, the last one with more blocks than its threads hold."""
-    p = Problem((2, 1, 2, 1), [(0, 40, 0, keys), (40, 72, keys, keys + 32)], block=block, proxy_dim=64, dim=64, top_k=20)
+    p = Problem(
+        (2, 1, 2, 1), [(0, 40, 0, keys), (40, 72, keys, keys + 32)], block=block, proxy_dim=64, dim=64, top_k=20
+    )
     x = make_inputs(p, seed=5)
     check_selection(p, x, select(p, x))
 
@@ -161,7 +165,13 @@ def test_chunks_change_nothing(limit):
 
 
 def test_rows_in_no_fragment_and_empty_documents():
-    p = Problem((4, 1, 4, 1), [(0, 0, 0, 0), (3, 10, 5, 12), (10, 10, 12, 12), (12, 300, 20, 400)], total_q=310, total_k=500, top_k=2)  # fmt: skip
+    p = Problem(
+        (4, 1, 4, 1),
+        [(0, 0, 0, 0), (3, 10, 5, 12), (10, 10, 12, 12), (12, 300, 20, 400)],
+        total_q=310,
+        total_k=500,
+        top_k=2,
+    )
     x = make_inputs(p, seed=9)
     got = select(p, x)
     check_selection(p, x, got)

