@@ -226,7 +226,9 @@ fmsa_status fmsa_cpu_make_plan(const fmsa_problem *problem, fmsa_operation opera
                          plan->shared_bytes + plan->thread_bytes);
     }
     int64_t threads = max64(1, min64(most_threads(&problem->config), plan->num_tasks));
-    if (limit > 0) threads = min64(threads, (int64_t)((limit - plan->shared_bytes) / plan->thread_bytes));
+    if (limit > 0 && plan->thread_bytes > 0) {
+        threads = min64(threads, (int64_t)((limit - plan->shared_bytes) / plan->thread_bytes));
+    }
     plan->threads = (int32_t)threads;
     plan->total_bytes = plan->shared_bytes + (size_t)threads * plan->thread_bytes;
     return FMSA_OK;
