@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "failure.h"
+#include "metrics.h"
 #include "model.h"
 #include "model_parameters.h"
 #include "optimizer.h"
@@ -205,6 +206,65 @@ static void test_causality(void **state) {
     model_close(&f.model);
 }
 
+/* Probability of each block for one token and proxy head, by the definition: mean over the heads, all that is visible.
+ */
+static void direct_block_mass(const model *m, int layer, int row, int proxy_head, double *mass, int *blocks) {
+    const attention_shape *a = &m->shape.attention;
+    const int heads = a->heads / a->proxy_heads, position = row % CONTEXT;
+    const int stride = (a->heads + a->kv_heads) * a->head_dim;
+    const real *qk = m->layers[layer].qk;
+    *blocks = position / a->block_size + 1;
+    for (int b = 0; b < *blocks; b++)
+        mass[b] = 0;
+    for (int h = proxy_head * heads; h < (proxy_head + 1) * heads; h++) {
+        const int k_at = (a->heads + h * a->kv_heads / a->heads) * a->head_dim;
+        double weight[CONTEXT], sum = 0;
+        for (int j = 0; j <= position; j++) {
+            double dot = 0;
+            for (int i = 0; i < a->head_dim; i++) {
+                dot += qk[row * stride + h * a->head_dim + i] * qk[(row - position + j) * stride + k_at + i];
+            }
+            sum += weight[j] = exp(dot / sqrt(a->head_dim));
+        }
+        for (int j = 0; j <= position; j++)
+            mass[j / a->block_size] += weight[j] / sum / heads;
+    }
+}
+
+/* Recall and mass of choices put in by hand: the best one block, then the worst. The tokens that see more than one
+ * block and lie on the sample's stride of 17 are 16 and 33 of each sequence. */
+static void test_recall_and_mass(void **state) {
+    (void)state;
+    static const int positions[] = {16, 33};
+    fixture f = {.phase = PHASE_WARMUP};
+    open_fixture(&f, 1);
+    forward_loss(&f);
+    const model *m = &f.model;
+    for (int best = 0; best <= 1; best++) {
+        double expected_mass = 0;
+        int count = 0;
+        for (int i = 0; i < BATCH * 2; i++) {
+            const int row = i / 2 * CONTEXT + positions[i % 2];
+            for (int p = 0; p < m->shape.attention.proxy_heads; p++) {
+                double mass[3] = {0};
+                int blocks, chosen = 0;
+                direct_block_mass(m, 1, row, p, mass, &blocks);
+                for (int b = 1; b < blocks; b++) {
+                    if (best ? mass[b] > mass[chosen] : mass[b] < mass[chosen]) chosen = b;
+                }
+                m->layers[1].block_indices[p * m->rows + row] = chosen;
+                expected_mass += mass[chosen];
+                count++;
+            }
+        }
+        const choice_sums sums = score_choices(m, 1);
+        assert_int_equal(sums.count, count);
+        assert_true(sums.recall == (best ? count : 0));
+        assert_true(fabs(sums.mass - expected_mass) < 1e-12);
+    }
+    model_close(&f.model);
+}
+
 /* The first step of Adam moves each weight by the learning rate against the sign of its gradient, and decays matrices
  * alone. */
 static void test_optimizer_step(void **state) {
@@ -256,6 +316,7 @@ int main(void) {
         cmocka_unit_test(test_warmup_trunk_equals_dense),
         cmocka_unit_test(test_sparse_with_all_blocks_equals_dense),
         cmocka_unit_test(test_causality),
+        cmocka_unit_test(test_recall_and_mass),
         cmocka_unit_test(test_optimizer_step),
         cmocka_unit_test(test_learning_rate),
     };

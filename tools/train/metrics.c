@@ -66,22 +66,26 @@ static void add_sums(choice_sums *total, const choice_sums *sums) {
 choice_sums score_choices(const model *m, int layer) {
     const attention_shape *a = &m->shape.attention;
     const int64_t context = m->shape.context, first_scored = (int64_t)a->top_k * a->block_size;
-    choice_sums *sums = train_allocate(m->batch, sizeof *sums);
-#pragma omp parallel for schedule(dynamic)
-    for (int64_t sequence = 0; sequence < m->batch; sequence++) {
+    const int64_t scored = context > first_scored ? (context - first_scored - 1) / TOKEN_SAMPLE_STRIDE + 1 : 0;
+    /* One sum a token, added up in order: the same bits whatever thread took it. */
+    choice_sums *sums = train_allocate(m->batch * scored, sizeof *sums);
+#pragma omp parallel
+    {
         double *probability = train_allocate(context, sizeof *probability);
         double *block_mass = train_allocate(context / a->block_size + 1, sizeof *block_mass);
-        for (int64_t t = first_scored; t < context; t += TOKEN_SAMPLE_STRIDE) {
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < m->batch * scored; i++) {
+            const int64_t row = i / scored * context + first_scored + i % scored * TOKEN_SAMPLE_STRIDE;
             for (int p = 0; p < a->proxy_heads; p++) {
-                score_choice(m, &m->layers[layer], sequence * context + t, p, probability, block_mass, &sums[sequence]);
+                score_choice(m, &m->layers[layer], row, p, probability, block_mass, &sums[i]);
             }
         }
         free(probability);
         free(block_mass);
     }
     choice_sums total = {0};
-    for (int64_t sequence = 0; sequence < m->batch; sequence++)
-        add_sums(&total, &sums[sequence]);
+    for (int64_t i = 0; i < m->batch * scored; i++)
+        add_sums(&total, &sums[i]);
     free(sums);
     return total;
 }

@@ -40,7 +40,7 @@ static const option table[] = {
     {"--threads", "N", KIND_INT32, OPTION(threads), "processor threads (default: all)"},
     {"--no-blas", NULL, KIND_FLAG, OPTION(no_blas),
      "multiply matrices with the built-in loop, even if OpenBLAS is here"},
-    {"--batch", "N", KIND_INT32, SETTING(batch), "sequences a step (default 4)"},
+    {"--batch", "N", KIND_INT32, SETTING(batch), "sequences a step (default 2)"},
     {"--context", "N", KIND_INT32, SETTING(shape.context), "bytes of a sequence (default 512)"},
     {"--layers", "N", KIND_INT32, SETTING(shape.layers), "transformer layers (default 3)"},
     {"--dim", "N", KIND_INT32, SETTING(shape.dim), "width of the residual stream (default 128)"},

@@ -19,7 +19,7 @@ train_settings settings_default(void) {
                                 .proxy_head_dim = 32,
                                 .block_size = 16,
                                 .top_k = 8}},
-        .batch = 4,
+        .batch = 2,
         .seed = 1,
         .warmup = 0.4,
         .learning_rate = 3e-3,
