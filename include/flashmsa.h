@@ -176,7 +176,7 @@ typedef struct fmsa_tensors {
     fmsa_tensor q_proxy;       /* [Tq, Hp, Dp] */
     fmsa_tensor k_proxy;       /* [Tk, Hpk, Dp] */
     fmsa_tensor block_indices; /* int32 [Tq, Hp, k]: for the usual [Hp, Tq, k] array, row_stride k, head_stride Tq*k */
-    void *schedule;            /* opaque; 16-byte aligned on the CPU, 256 on CUDA; NULL in dense mode */
+    void *schedule;            /* opaque; 64-byte aligned on the CPU, 256 on CUDA; NULL in dense mode */
     size_t schedule_bytes;
 
     fmsa_tensor out;  /* [Tq, Hq, D] */

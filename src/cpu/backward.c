@@ -107,13 +107,13 @@ static void load_kv_head(task *t, int32_t kv_head) {
 
 /* ---- Rows of scores. Lanes behind the visible keys become 0, up to `padded`. ---- */
 
-/* s becomes exp(scale s - lse). */
-static void probabilities(real *s, int64_t visible, int64_t padded, real scale, real lse) {
+/* s becomes exp(s - lse). */
+static void probabilities(real *s, int64_t visible, int64_t padded, real lse) {
     int64_t j = 0;
     for (; j + LANES <= visible; j += LANES)
-        vec_store(s + j, vec_exp(vec_load(s + j) * scale - lse));
+        vec_store(s + j, vec_exp(vec_load(s + j) - lse));
     if (j < visible) {
-        const vec p = vec_exp(vec_load(s + j) * scale - lse);
+        const vec p = vec_exp(vec_load(s + j) - lse);
         vec_store(s + j, (vec)(lanes_below(visible - j) & (ivec)p));
         j += LANES;
     }
@@ -153,13 +153,10 @@ static void main_pairs(const task *t, int32_t unit, int64_t keys, const fmsa_cpu
     const int64_t heads = problem->unit_heads, dim = c->head_dim, ld = main_ld(t), ld_keys = key_ld(t);
     const int64_t padded = fmsa_cpu_padded(keys), head_of_bundle = unit * heads - t->bundle * t->bundle_heads;
     real *q = m->q, *dout = m->dout, *p = m->p, *ds = m->ds, *product = m->product;
-    const bool wants_dout = t->wants_ds || t->wants_dv;
-    for (int64_t i = 0; i < count; i++) {
-        const int64_t row = list->rows[(begin + i) / heads], head = unit * heads + (begin + i) % heads;
-        load_row(c->dtype, tensor_row(c->dtype, &tensors->q, row, head), dim, (real)c->softmax_scale, q + i * ld);
-        if (wants_dout) {
-            load_row(c->dtype, tensor_row(c->dtype, &tensors->dout, row, head), dim, 1, dout + i * ld);
-        }
+    gather_pairs(c->dtype, &tensors->q, list->rows, unit * heads, heads, begin, count, dim, (real)c->softmax_scale, q,
+                 ld);
+    if (t->wants_ds || t->wants_dv) {
+        gather_pairs(c->dtype, &tensors->dout, list->rows, unit * heads, heads, begin, count, dim, 1, dout, ld);
     }
     gemm(count, keys, dim, q, ld, m->k_transposed, ld_keys, p, ld_keys);
     if (t->wants_ds) gemm(count, keys, dim, dout, ld, m->v_transposed, ld_keys, ds, ld_keys);
@@ -167,7 +164,7 @@ static void main_pairs(const task *t, int32_t unit, int64_t keys, const fmsa_cpu
         const int64_t place = (begin + i) / heads, row = list->rows[place] - t->row_begin;
         const int64_t slot = row * t->bundle_heads + head_of_bundle + (begin + i) % heads;
         const int64_t visible = keys_visible(&t->tile, m->positions[row]);
-        probabilities(p + i * ld_keys, visible, padded, 1, ((real *)m->lse)[slot]);
+        probabilities(p + i * ld_keys, visible, padded, ((real *)m->lse)[slot]);
         if (t->wants_ds) {
             score_gradients(p + i * ld_keys, ds + i * ld_keys, visible, padded, ((real *)m->delta)[slot]);
         }
@@ -221,9 +218,7 @@ static void student_scores(const task *t, int32_t proxy_head, int64_t keys, cons
     const fmsa_config *c = &t->call->problem->config;
     const int64_t dim = c->proxy_head_dim, ld = proxy_ld(t);
     real *q = t->memory.q_proxy;
-    for (int64_t i = 0; i < tokens; i++) {
-        load_row(c->dtype, tensor_row(c->dtype, &t->call->tensors->q_proxy, rows[i], proxy_head), dim, 1, q + i * ld);
-    }
+    gather_pairs(c->dtype, &t->call->tensors->q_proxy, rows, proxy_head, 1, 0, tokens, dim, 1, q, ld);
     gemm(tokens, keys, dim, q, ld, t->memory.k_proxy_transposed, key_ld(t), t->memory.student, key_ld(t));
 }
 
@@ -373,7 +368,8 @@ static real row_product(const task *t, const void *a, const void *b) {
     load_row(c->dtype, a, c->head_dim, 1, left);
     load_row(c->dtype, b, c->head_dim, 1, right);
     real sum = 0;
-    for (int64_t d = 0; d < c->head_dim; d++) sum += left[d] * right[d];
+    for (int64_t d = 0; d < c->head_dim; d++)
+        sum += left[d] * right[d];
     return sum;
 }
 
@@ -554,7 +550,7 @@ void FMSA_CPU_NAME(backward)(const fmsa_cpu_call *call) {
 #pragma omp parallel num_threads(call->plan.threads)
     {
         task t = prototype;
-        fmsa_cpu_arena arena = fmsa_cpu_thread_arena(call, this_thread());
+        fmsa_cpu_arena arena = fmsa_cpu_thread_arena(call, fmsa_cpu_this_thread());
         t.memory = fmsa_cpu_take_backward_scratch(call->problem, call->operation, call->plan.chunk_rows, &arena);
         for (;;) {
             const int64_t i = __atomic_fetch_add(&next_task, 1, __ATOMIC_RELAXED);

@@ -2,6 +2,10 @@
 #ifndef FMSA_CPU_CALL_H
 #define FMSA_CPU_CALL_H
 
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
 #include "plan.h"
 
 typedef struct fmsa_cpu_call {
@@ -22,7 +26,16 @@ typedef struct fmsa_cpu_variant {
     void (*backward)(const fmsa_cpu_call *call);
 } fmsa_cpu_variant;
 
-/* Memory of the calling thread of the parallel region. */
+/* Number of the calling thread in its parallel region. */
+static inline int fmsa_cpu_this_thread(void) {
+#ifdef _OPENMP
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
+
+/* Memory of one thread of the parallel region. */
 static inline fmsa_cpu_arena fmsa_cpu_thread_arena(const fmsa_cpu_call *call, int thread) {
     return (fmsa_cpu_arena){call->thread_memory + (size_t)thread * call->plan.thread_bytes, 0};
 }

@@ -55,11 +55,8 @@ static void attend(const task *t, const key_tile *tile, int64_t keys, const fmsa
     const int64_t heads = t->call->problem->unit_heads, dim = c->head_dim;
     const int64_t ld = fmsa_cpu_leading(dim), ld_keys = fmsa_cpu_leading(fmsa_cpu_tile_keys(t->call->problem));
     real *q = m->q, *scores = m->scores, *product = m->product, *rescale = m->rescale, *out = m->out;
-    for (int64_t i = 0; i < count; i++) {
-        const int64_t row = list->rows[(begin + i) / heads], head = t->unit * heads + (begin + i) % heads;
-        load_row(c->dtype, tensor_row(c->dtype, &t->call->tensors->q, row, head), dim, (real)c->softmax_scale,
-                 q + i * ld);
-    }
+    gather_pairs(c->dtype, &t->call->tensors->q, list->rows, t->unit * heads, heads, begin, count, dim,
+                 (real)c->softmax_scale, q, ld);
     gemm(count, keys, dim, q, ld, m->k_transposed, ld_keys, scores, ld_keys);
     for (int64_t i = 0; i < count; i++) {
         const int64_t row = list->rows[(begin + i) / heads] - t->row_begin;
@@ -145,7 +142,7 @@ void FMSA_CPU_NAME(forward)(const fmsa_cpu_call *call) {
 #pragma omp parallel num_threads(call->plan.threads)
     {
         task t = {.call = call};
-        fmsa_cpu_arena arena = fmsa_cpu_thread_arena(call, this_thread());
+        fmsa_cpu_arena arena = fmsa_cpu_thread_arena(call, fmsa_cpu_this_thread());
         t.memory = fmsa_cpu_take_forward_scratch(call->problem, call->plan.chunk_rows, &arena);
         /* Later chunks see more keys: the longest tasks go first. */
 #pragma omp for schedule(dynamic, 1)

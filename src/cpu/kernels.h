@@ -1,21 +1,9 @@
-/* What the operations of one variant share: walking tasks with threads, and rows of (token, head) pairs. */
+/* What the operations of one variant share: key blocks, cut into tiles. */
 #ifndef FMSA_CPU_KERNELS_H
 #define FMSA_CPU_KERNELS_H
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
 #include "call.h"
 #include "matrix.h"
-
-static inline int this_thread(void) {
-#ifdef _OPENMP
-    return omp_get_thread_num();
-#else
-    return 0;
-#endif
-}
 
 static inline int64_t smaller(int64_t a, int64_t b) {
     return a < b ? a : b;

@@ -20,6 +20,12 @@ void FMSA_CPU_NAME(gemm_transposed_add)(int64_t m, int64_t n, int64_t depth, con
 void FMSA_CPU_NAME(load_row)(fmsa_dtype dtype, const void *row, int64_t count, real scale, real *to);
 void FMSA_CPU_NAME(store_row)(fmsa_dtype dtype, const real *from, int64_t count, real scale, void *row);
 
+/* (token, head) pairs begin ... begin + count, times scale, as rows of a panel. Pair i is row rows[i / heads] and head
+ * first_head + i % heads. */
+void FMSA_CPU_NAME(gather_pairs)(fmsa_dtype dtype, const fmsa_tensor *tensor, const int32_t *rows, int64_t first_head,
+                                 int64_t heads, int64_t begin, int64_t count, int64_t dim, real scale, real *to,
+                                 int64_t ld);
+
 /* Rows row_begin ... row_begin + count of one head, as rows of a panel padded with zeros to a multiple of
  * FMSA_CPU_PANEL columns; or transposed, padded likewise with zeros to that many columns. */
 void FMSA_CPU_NAME(pack_rows)(fmsa_dtype dtype, const fmsa_tensor *tensor, int64_t row_begin, int64_t count,
@@ -31,19 +37,22 @@ void FMSA_CPU_NAME(pack_transposed)(fmsa_dtype dtype, const fmsa_tensor *tensor,
 #define gemm_transposed_add FMSA_CPU_NAME(gemm_transposed_add)
 #define load_row FMSA_CPU_NAME(load_row)
 #define store_row FMSA_CPU_NAME(store_row)
+#define gather_pairs FMSA_CPU_NAME(gather_pairs)
 #define pack_rows FMSA_CPU_NAME(pack_rows)
 #define pack_transposed FMSA_CPU_NAME(pack_transposed)
 
-static inline const void *tensor_row(fmsa_dtype dtype_of_elements, const fmsa_tensor *tensor, int64_t row,
-                                     int64_t head) {
-    static const size_t bytes[] = {
-        [FMSA_DTYPE_BF16] = 2, [FMSA_DTYPE_FP16] = 2, [FMSA_DTYPE_FP32] = 4, [FMSA_DTYPE_FP64] = 8};
-    return (const char *)tensor->data +
-           (row * tensor->row_stride + head * tensor->head_stride) * (int64_t)bytes[dtype_of_elements];
+static inline size_t element_bytes(fmsa_dtype dtype) {
+    return dtype == FMSA_DTYPE_FP64 ? 8 : dtype == FMSA_DTYPE_FP32 ? 4 : 2;
 }
 
-static inline void *tensor_row_out(fmsa_dtype dtype_of_elements, const fmsa_tensor *tensor, int64_t row, int64_t head) {
-    return (void *)(uintptr_t)tensor_row(dtype_of_elements, tensor, row, head);
+static inline const void *tensor_row(fmsa_dtype dtype, const fmsa_tensor *tensor, int64_t row, int64_t head) {
+    return (const char *)tensor->data +
+           (row * tensor->row_stride + head * tensor->head_stride) * (int64_t)element_bytes(dtype);
+}
+
+static inline void *tensor_row_out(fmsa_dtype dtype, const fmsa_tensor *tensor, int64_t row, int64_t head) {
+    return (char *)tensor->data +
+           (row * tensor->row_stride + head * tensor->head_stride) * (int64_t)element_bytes(dtype);
 }
 
 #endif

@@ -158,6 +158,8 @@ static int64_t tasks_of_chunk(const fmsa_problem *problem, fmsa_operation operat
     switch (operation) {
     case FMSA_OPERATION_SELECT:
         return problem->config.num_proxy_kv_heads;
+    case FMSA_OPERATION_SCHEDULE:
+        return problem->config.num_proxy_heads;
     case FMSA_OPERATION_FORWARD:
         return problem->units;
     default:
@@ -171,6 +173,7 @@ static int64_t tasks_of_chunk(const fmsa_problem *problem, fmsa_operation operat
 static int64_t preferred_chunk_rows(const fmsa_problem *problem, fmsa_operation operation) {
     enum { ROWS_MEETING_A_BLOCK = 256, LEAST = 1024, SELECT = 512, MOST = 8192 };
     const int64_t heads = heads_of_task(problem, operation);
+    if (operation == FMSA_OPERATION_SCHEDULE) return max64(problem->config.total_q, 1);
     if (operation == FMSA_OPERATION_SELECT) return max64(SELECT / heads, 16);
     const bool sparse = problem->config.mode == FMSA_MODE_SPARSE;
     const int64_t blocks = max64(problem->max_fragment_blocks, 1);

@@ -127,7 +127,8 @@ static void sift_down(const task *t, int64_t size) {
     }
 }
 
-/* Marks the forced blocks of a row that sees `visible` blocks, the newest first; returns how many of k slots are left. */
+/* Marks the forced blocks of a row that sees `visible` blocks, the newest first; returns how many of k slots are left.
+ */
 static int64_t choose_forced(const task *t, int64_t visible) {
     const fmsa_config *c = &t->call->problem->config;
     uint8_t *chosen = t->memory.chosen;
@@ -233,7 +234,7 @@ void FMSA_CPU_NAME(select)(const fmsa_cpu_call *call) {
 #pragma omp parallel num_threads(call->plan.threads)
     {
         task t = {.call = call, .heads = c->num_proxy_heads / c->num_proxy_kv_heads};
-        fmsa_cpu_arena arena = fmsa_cpu_thread_arena(call, this_thread());
+        fmsa_cpu_arena arena = fmsa_cpu_thread_arena(call, fmsa_cpu_this_thread());
         t.memory = fmsa_cpu_take_select_scratch(call->problem, call->plan.chunk_rows, &arena);
         /* Later rows see more keys: the longest tasks go first. */
 #pragma omp for schedule(dynamic, 1)

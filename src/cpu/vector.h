@@ -155,9 +155,7 @@ ALWAYS_INLINE vec vec_log(vec x) {
     const ivec bits = (ivec)x - 0x3f3504f3;
     const ivec n = bits >> 23;
     const vec m = (vec)((bits & 0x7fffff) + 0x3f3504f3) - 1.0f;
-    vec n_real;
-    for (int i = 0; i < LANES; i++)
-        n_real[i] = (float)n[i];
+    const vec n_real = __builtin_convertvector(n, vec);
     const vec square = m * m;
     vec p = m * 7.0376836292e-2f - 1.1514610310e-1f;
     p = p * m + 1.1676998740e-1f;
