@@ -174,7 +174,7 @@ def bench_m3_64k(figures):
 def commit():
     if "FLASHMSA_COMMIT" in os.environ:
         return os.environ["FLASHMSA_COMMIT"]
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    git = subprocess.run(["git", "rev-parse", "--verify", "--quiet", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return git.stdout.strip() or "unknown"
 
 

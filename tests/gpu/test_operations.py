@@ -48,13 +48,16 @@ def test_heads(heads, dtype, dense):
     step(p, make_inputs(p, seed=1))
 
 
+@pytest.mark.parametrize("flags", [0, DETERMINISTIC])
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize(
     "dim,proxy_dim,block", [(64, 64, 64), (64, 128, 128), (128, 64, 64), (128, 128, 64), (64, 64, 128)]
 )
-def test_dimensions(dim, proxy_dim, block, dtype, dense):
-    p = Problem((16, 2, 4, 1), documents([*RAGGED, 600]), dtype, dim, proxy_dim, block, top_k=3, dense=dense)
+def test_dimensions(dim, proxy_dim, block, dtype, dense, flags):
+    p = Problem(
+        (16, 2, 4, 1), documents([*RAGGED, 600]), dtype, dim, proxy_dim, block, top_k=3, dense=dense, flags=flags
+    )
     step(p, make_inputs(p, seed=2))
 
 
