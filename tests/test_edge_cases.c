@@ -75,6 +75,27 @@ static void test_keys_without_queries(void **state) {
     }
 }
 
+/* Chunks of one document need not be listed in the order of their ends, as when a rank owns a late chunk and an early
+ * one. */
+static void test_late_chunk_before_an_early_one(void **state) {
+    (void)state;
+    for (int i = 0; i < 8; i++) {
+        fmsa_config config = make_config((fmsa_dtype)(i % 4), heads, 8, 16, 2);
+        config.mode = modes[i / 4];
+        config.total_q = 70;
+        config.total_k = 130;
+        fmsa_case c;
+        fmsa_case_open(&c, &config);
+        fmsa_case_add_fragment(&c, 0, 20, 0, 90);
+        fmsa_case_add_fragment(&c, 20, 30, 0, 10);
+        fmsa_case_add_fragment(&c, 30, 50, 0, 40);
+        fmsa_case_add_fragment(&c, 50, 70, 90, 130); /* the next document */
+        fmsa_case_fill(&c, 91, 2, 1);
+        check_case(&c, "a late chunk before an early one");
+        fmsa_case_close(&c);
+    }
+}
+
 static void test_nothing_at_all(void **state) {
     (void)state;
     for (int i = 0; i < 2; i++) {
@@ -344,15 +365,11 @@ static void test_offsets_beyond_31_bits(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_empty_documents),
-        cmocka_unit_test(test_padded_fragments),
-        cmocka_unit_test(test_keys_without_queries),
-        cmocka_unit_test(test_nothing_at_all),
-        cmocka_unit_test(test_lengths_around_a_block),
-        cmocka_unit_test(test_one_token_more),
-        cmocka_unit_test(test_very_many_documents),
-        cmocka_unit_test(test_rows_in_no_fragment),
-        cmocka_unit_test(test_future_blocks_do_not_reach_the_past),
+        cmocka_unit_test(test_empty_documents),        cmocka_unit_test(test_padded_fragments),
+        cmocka_unit_test(test_keys_without_queries),   cmocka_unit_test(test_late_chunk_before_an_early_one),
+        cmocka_unit_test(test_nothing_at_all),         cmocka_unit_test(test_lengths_around_a_block),
+        cmocka_unit_test(test_one_token_more),         cmocka_unit_test(test_very_many_documents),
+        cmocka_unit_test(test_rows_in_no_fragment),    cmocka_unit_test(test_future_blocks_do_not_reach_the_past),
         cmocka_unit_test(test_offsets_beyond_31_bits),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

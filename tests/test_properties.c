@@ -396,6 +396,29 @@ static void test_losses_are_apart(void **state) {
 
 /* ---- Threads. ---- */
 
+/* Long enough for many tasks to add to the same keys at once. */
+static void test_threads_that_meet_in_the_same_keys(void **state) {
+    (void)state;
+    for (int mode = 0; mode < 2; mode++) {
+        fmsa_config config = make_config(FMSA_DTYPE_FP32, (int32_t[]){1, 1, 1, 1}, 4, 16, 2);
+        config.mode = (fmsa_mode)mode;
+        config.init_blocks = 1;
+        config.num_threads = 1;
+        fmsa_case c;
+        results one, many;
+        open_document(&c, &config, mode == FMSA_MODE_DENSE ? 2500 : 8000, 14);
+        run_case(&one, &c);
+        c.config.num_threads = 5;
+        for (int repeat = 0; repeat < 4; repeat++) {
+            run_case(&many, &c);
+            check_identical_results(&many, &one, "threads that meet in the same keys");
+            close_results(&many);
+        }
+        close_results(&one);
+        fmsa_case_close(&c);
+    }
+}
+
 static void test_threads_do_not_change_a_bit(void **state) {
     (void)state;
     static const int32_t relations[][4] = {{8, 2, 4, 1}, {4, 4, 2, 1}, {2, 1, 1, 1}, {4, 1, 4, 2}};
@@ -435,6 +458,7 @@ int main(void) {
         cmocka_unit_test(test_linear_in_dout),
         cmocka_unit_test(test_losses_are_apart),
         cmocka_unit_test(test_threads_do_not_change_a_bit),
+        cmocka_unit_test(test_threads_that_meet_in_the_same_keys),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
