@@ -185,7 +185,7 @@ void swiglu_backward(real *dgate_up, const real *dy, const real *gate_up, int64_
 }
 
 void add_to(real *x, const real *y, int64_t count) {
-#pragma omp parallel for simd if (count > 4096)
+#pragma omp parallel for if (count > 4096)
     for (int64_t i = 0; i < count; i++)
         x[i] += y[i];
 }

@@ -61,7 +61,7 @@ static void update_tensor(optimizer *o, model *m, const parameter *tensor, updat
     const real *g = m->gradients + tensor->offset;
     const int64_t count = tensor->rows * tensor->columns;
     const real b1 = (real)first_decay, b2 = (real)second_decay, e = (real)epsilon;
-#pragma omp for simd nowait
+#pragma omp for nowait
     for (int64_t i = 0; i < count; i++) {
         const real gradient = g[i] * u.gradient_scale;
         first[i] = b1 * first[i] + (1 - b1) * gradient;
