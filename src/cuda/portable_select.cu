@@ -14,7 +14,7 @@
  * it and as many of the lowest-numbered equals as fit, in ascending order.
  *
  * Rows are processed in chunks so that the scratch stays below config.scratch_limit (256 MiB when it is 0).
- * Registers: 175 (scores, Dp 128), 128 (fp32), 38 to 123 (top-k), no spills.
+ * Registers: 210 to 226 (scores, Dp 128), 128 (fp32), 38 to 123 (top-k), no spills.
  * Floor: 2 Dp flops a visible (row, key) pair on the tensor cores; 4 B written and read a (row, key block).
  * Measured on an H200, 4 proxy heads of 128 dimensions on one key head: 0.56 ms at 16,384 tokens (scores 0.47, top-k
  * 0.08); at 65,536 tokens 7.7 ms (scores 7.0: 314 TFLOP/s, top-k 0.7); fp32 4.6 ms at 16,384 (30 TFLOP/s). */
@@ -187,7 +187,7 @@ __device__ void fold_keys(const uint32_t (&q)[2][dim / 16][4], uint32_t stage, i
 }
 
 template <typename T, int dim>
-__global__ void __launch_bounds__(score_threads) score_blocks(chunk c) {
+__global__ void __launch_bounds__(score_threads, 2) score_blocks(chunk c) {
     extern __shared__ uint4 stages[];
     const int64_t first_row = tile_first_row();
     const int32_t key_head = blockIdx.z;
