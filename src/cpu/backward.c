@@ -153,30 +153,33 @@ static void main_pairs(const task *t, int32_t unit, int64_t keys, const fmsa_cpu
     const int64_t heads = problem->unit_heads, dim = c->head_dim, ld = main_ld(t), ld_keys = key_ld(t);
     const int64_t padded = fmsa_cpu_padded(keys), head_of_bundle = unit * heads - t->bundle * t->bundle_heads;
     real *q = m->q, *dout = m->dout, *p = m->p, *ds = m->ds, *product = m->product;
-    gather_pairs(c->dtype, &tensors->q, list->rows, unit * heads, heads, begin, count, dim, (real)c->softmax_scale, q,
-                 ld);
+    row_head pairs[FMSA_CPU_TILE_ROWS];
+    list_pairs(list->rows, heads, begin, count, pairs);
+    gather_pairs(c->dtype, &tensors->q, pairs, count, unit * heads, dim, (real)c->softmax_scale, q, ld);
     if (t->wants_ds || t->wants_dv) {
-        gather_pairs(c->dtype, &tensors->dout, list->rows, unit * heads, heads, begin, count, dim, 1, dout, ld);
+        gather_pairs(c->dtype, &tensors->dout, pairs, count, unit * heads, dim, 1, dout, ld);
     }
     gemm(count, keys, dim, q, ld, m->k_transposed, ld_keys, p, ld_keys);
     if (t->wants_ds) gemm(count, keys, dim, dout, ld, m->v_transposed, ld_keys, ds, ld_keys);
     for (int64_t i = 0; i < count; i++) {
-        const int64_t place = (begin + i) / heads, row = list->rows[place] - t->row_begin;
-        const int64_t slot = row * t->bundle_heads + head_of_bundle + (begin + i) % heads;
+        const int64_t row = pairs[i].row - t->row_begin;
+        const int64_t slot = row * t->bundle_heads + head_of_bundle + pairs[i].head;
         const int64_t visible = keys_visible(&t->tile, m->positions[row]);
         probabilities(p + i * ld_keys, visible, padded, ((real *)m->lse)[slot]);
         if (t->wants_ds) {
             score_gradients(p + i * ld_keys, ds + i * ld_keys, visible, padded, ((real *)m->delta)[slot]);
         }
-        if (t->wants_proxy) add_row(p + i * ld_keys, padded, (real *)m->teacher + (place - first_token) * ld_keys);
+        if (t->wants_proxy) {
+            add_row(p + i * ld_keys, padded, (real *)m->teacher + (pairs[i].place - first_token) * ld_keys);
+        }
     }
     if (t->wants_dv) gemm_transposed_add(keys, dim, count, p, ld_keys, dout, ld, m->dv, ld);
     if (t->wants_dk) gemm_transposed_add(keys, dim, count, ds, ld_keys, q, ld, m->dk, ld);
     if (!t->wants_dq) return;
     gemm(count, dim, keys, ds, ld_keys, m->k, ld, product, ld);
     for (int64_t i = 0; i < count; i++) {
-        const int64_t row = list->rows[(begin + i) / heads] - t->row_begin;
-        const int64_t slot = row * t->bundle_heads + head_of_bundle + (begin + i) % heads;
+        const int64_t row = pairs[i].row - t->row_begin;
+        const int64_t slot = row * t->bundle_heads + head_of_bundle + pairs[i].head;
         add_row(product + i * ld, dim, (real *)m->dq + slot * ld);
     }
 }
@@ -218,7 +221,9 @@ static void student_scores(const task *t, int32_t proxy_head, int64_t keys, cons
     const fmsa_config *c = &t->call->problem->config;
     const int64_t dim = c->proxy_head_dim, ld = proxy_ld(t);
     real *q = t->memory.q_proxy;
-    gather_pairs(c->dtype, &t->call->tensors->q_proxy, rows, proxy_head, 1, 0, tokens, dim, 1, q, ld);
+    row_head pairs[FMSA_CPU_TILE_TOKENS];
+    list_pairs(rows, 1, 0, tokens, pairs);
+    gather_pairs(c->dtype, &t->call->tensors->q_proxy, pairs, tokens, proxy_head, dim, 1, q, ld);
     gemm(tokens, keys, dim, q, ld, t->memory.k_proxy_transposed, key_ld(t), t->memory.student, key_ld(t));
 }
 

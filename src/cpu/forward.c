@@ -55,19 +55,18 @@ static void attend(const task *t, const key_tile *tile, int64_t keys, const fmsa
     const int64_t heads = t->call->problem->unit_heads, dim = c->head_dim;
     const int64_t ld = fmsa_cpu_leading(dim), ld_keys = fmsa_cpu_leading(fmsa_cpu_tile_keys(t->call->problem));
     real *q = m->q, *scores = m->scores, *product = m->product, *rescale = m->rescale, *out = m->out;
-    gather_pairs(c->dtype, &t->call->tensors->q, list->rows, t->unit * heads, heads, begin, count, dim,
-                 (real)c->softmax_scale, q, ld);
+    row_head pairs[FMSA_CPU_TILE_ROWS];
+    list_pairs(list->rows, heads, begin, count, pairs);
+    gather_pairs(c->dtype, &t->call->tensors->q, pairs, count, t->unit * heads, dim, (real)c->softmax_scale, q, ld);
     gemm(count, keys, dim, q, ld, m->k_transposed, ld_keys, scores, ld_keys);
     for (int64_t i = 0; i < count; i++) {
-        const int64_t row = list->rows[(begin + i) / heads] - t->row_begin;
-        const int64_t slot = row * heads + (begin + i) % heads;
+        const int64_t row = pairs[i].row - t->row_begin, slot = row * heads + pairs[i].head;
         rescale[i] = softmax_row(scores + i * ld_keys, keys_visible(tile, m->positions[row]), fmsa_cpu_padded(keys),
                                  (real *)m->max + slot, (real *)m->sum + slot);
     }
     gemm(count, dim, keys, scores, ld_keys, m->v, ld, product, ld);
     for (int64_t i = 0; i < count; i++) {
-        const int64_t row = list->rows[(begin + i) / heads] - t->row_begin;
-        real *to = out + (row * heads + (begin + i) % heads) * ld;
+        real *to = out + ((pairs[i].row - t->row_begin) * heads + pairs[i].head) * ld;
         for (int64_t d = 0; d < dim; d += LANES) {
             vec_store(to + d, vec_load(to + d) * rescale[i] + vec_load(product + i * ld + d));
         }

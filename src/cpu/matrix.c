@@ -123,20 +123,18 @@ void store_row(fmsa_dtype dtype, const real *restrict from, int64_t count, real 
 }
 
 /* Rows of a list lie where no hardware prefetcher expects them: each is asked for some pairs ahead. */
-void gather_pairs(fmsa_dtype dtype, const fmsa_tensor *tensor, const int32_t *rows, int64_t first_head, int64_t heads,
-                  int64_t begin, int64_t count, int64_t dim, real scale, real *to, int64_t ld) {
+void gather_pairs(fmsa_dtype dtype, const fmsa_tensor *tensor, const row_head *pairs, int64_t count, int64_t first_head,
+                  int64_t dim, real scale, real *to, int64_t ld) {
     enum { AHEAD = 12, LINE = 64 };
     const int64_t row_bytes = dim * (int64_t)element_bytes(dtype);
     for (int64_t i = 0; i < count; i++) {
         if (i + AHEAD < count) {
-            const int64_t later = begin + i + AHEAD;
-            const char *next = tensor_row(dtype, tensor, rows[later / heads], first_head + later % heads);
+            const row_head *later = &pairs[i + AHEAD];
+            const char *next = tensor_row(dtype, tensor, later->row, first_head + later->head);
             for (int64_t byte = 0; byte < row_bytes; byte += LINE)
                 __builtin_prefetch(next + byte);
         }
-        const int64_t pair = begin + i;
-        load_row(dtype, tensor_row(dtype, tensor, rows[pair / heads], first_head + pair % heads), dim, scale,
-                 to + i * ld);
+        load_row(dtype, tensor_row(dtype, tensor, pairs[i].row, first_head + pairs[i].head), dim, scale, to + i * ld);
     }
 }
 

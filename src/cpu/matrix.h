@@ -20,11 +20,26 @@ void FMSA_CPU_NAME(gemm_transposed_add)(int64_t m, int64_t n, int64_t depth, con
 void FMSA_CPU_NAME(load_row)(fmsa_dtype dtype, const void *row, int64_t count, real scale, real *to);
 void FMSA_CPU_NAME(store_row)(fmsa_dtype dtype, const real *from, int64_t count, real scale, void *row);
 
-/* (token, head) pairs begin ... begin + count, times scale, as rows of a panel. Pair i is row rows[i / heads] and head
- * first_head + i % heads. */
-void FMSA_CPU_NAME(gather_pairs)(fmsa_dtype dtype, const fmsa_tensor *tensor, const int32_t *rows, int64_t first_head,
-                                 int64_t heads, int64_t begin, int64_t count, int64_t dim, real scale, real *to,
-                                 int64_t ld);
+/* A query row and one of a set of heads; place is that of the row in its list. */
+typedef struct row_head {
+    int32_t row, head, place;
+} row_head;
+
+/* The rows of a list times the heads of a set, rows outermost, are numbered through: writes pairs
+ * begin ... begin + count. */
+static inline void list_pairs(const int32_t *rows, int64_t heads, int64_t begin, int64_t count, row_head *pairs) {
+    int64_t place = begin / heads, head = begin % heads;
+    for (int64_t i = 0; i < count; i++) {
+        pairs[i] = (row_head){rows[place], (int32_t)head, (int32_t)place};
+        if (++head < heads) continue;
+        head = 0;
+        place++;
+    }
+}
+
+/* Tensor rows of pairs, times scale, as rows of a panel; the heads of the pairs are counted from first_head. */
+void FMSA_CPU_NAME(gather_pairs)(fmsa_dtype dtype, const fmsa_tensor *tensor, const row_head *pairs, int64_t count,
+                                 int64_t first_head, int64_t dim, real scale, real *to, int64_t ld);
 
 /* Rows row_begin ... row_begin + count of one head, as rows of a panel padded with zeros to a multiple of
  * FMSA_CPU_PANEL columns; or transposed, padded likewise with zeros to that many columns. */
