@@ -18,7 +18,7 @@
  * of one number, so that a row gets one addition a launch; and the shares of a block add their dK, dV in turns, one sum
  * for each unit of heads. Turns cost no second pass and no memory for a hot block, which one thread block walking the
  * whole list, or a partial result for each share, would.
- * fp32: products of split TF32 numbers (tile.cuh), each with a relative error of about 2^-20.
+ * fp32: products of split TF32 numbers (tile.cuh), each with a relative error of about 2^-21.
  * Floor: 10 * D * rows * keys floating-point operations at the rate of mma.sync; D * 4 bytes reduced a (row, block). */
 #include "portable_parts.cuh"
 
@@ -53,7 +53,7 @@ struct row_data {
     float lse[rows];
     float delta[rows];
     int32_t limit[rows];  /* last key of the share that the row sees; negative: none, or no row */
-    int32_t result[rows]; /* of its dQ: (row of the chunk, head, slot, part) */
+    int32_t result[rows]; /* of its dQ: (row of the chunk, head, slot, part); negative: nothing to add */
 };
 
 /* The row that a thread copies: several threads share one. */
@@ -100,7 +100,7 @@ __device__ __forceinline__ void add_row_gradients(const backward_parameters<T> &
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int row = first_row + 16 * m + 8 * half + lane / 4;
-                if (data.limit[row] < 0) continue;
+                if (data.result[row] < 0) continue;
                 add_to_sums(a.dq + int64_t(data.result[row]) * D + column + 4 * (lane & 3), sum[m][0][2 * half],
                             sum[m][0][2 * half + 1], sum[m][1][2 * half], sum[m][1][2 * half + 1], a.dq_kind);
             }
@@ -114,8 +114,11 @@ __global__ void __launch_bounds__(most_threads, 1) backward_kernel(const __grid_
     extern __shared__ __align__(128) char memory[];
     __shared__ row_data<rows> data[ring];
     const place at = take_place(a.w);
-    share s;
-    if (!take_share(a.w, at, s)) return;
+    __shared__ share s; /* There are no registers to spare for it. */
+    share own;
+    if (!take_share(a.w, at, own)) return;
+    if (threadIdx.x == 0) s = own;
+    __syncthreads();
     const int lane = threadIdx.x & 31, own_key = threadIdx.x / 32 * 16, keys = a.w.share_keys;
     const int32_t unit = (a.w.items == nullptr ? 0 : s.proxy_head * a.map.units_per_proxy_head) + at.unit;
     const int32_t key_head = unit / a.map.units_per_key_head;
@@ -162,8 +165,11 @@ __global__ void __launch_bounds__(most_threads, 1) backward_kernel(const __grid_
             cp_async_4(shared_address(&d.lse[own_row]), a.lse.at(row, r.head), there);
             cp_async_4(shared_address(&d.delta[own_row]), a.delta + row * a.heads + r.head, there);
             d.limit[own_row] = limit;
-            d.result[own_row] = ((row - a.w.row_begin) * a.heads + r.head) * a.slots +
-                                (a.dq_kind == WRITE ? r.slot * (a.w.block_size / keys) + at.part : 0);
+            /* A row that sees no key of this part of the block still leaves its (slot, part): zeros. */
+            const bool written = a.dq_kind == WRITE && r.token >= 0;
+            const int32_t term = written ? r.slot * (a.w.block_size / keys) + at.part : 0;
+            const int32_t vector = (r.token - a.w.row_begin) * a.heads + r.head;
+            d.result[own_row] = there || written ? vector * a.slots + term : -1;
         }
         cp_async_commit();
     };
@@ -208,7 +214,7 @@ __global__ void __launch_bounds__(most_threads, 1) backward_kernel(const __grid_
             for (int e = 0; e < 4; e++) {
                 const int row = 8 * n + 2 * (lane & 3) + e % 2, key = own_key + lane / 4 + 8 * (e / 2);
                 const bool seen = key <= d.limit[row];
-                p[n][e] = seen ? exp2_approx(p[n][e] * a.scale_log2 - d.lse[row] * log2_e) : 0;
+                p[n][e] = seen ? probability<T>(p[n][e], a.scale_log2, d.lse[row]) : 0;
                 ds[n][e] = seen ? p[n][e] * (ds[n][e] - d.delta[row]) : 0;
             }
             ds_shared.store(own_key, 8 * n, ds[n]);

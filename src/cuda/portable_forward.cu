@@ -13,7 +13,7 @@
  * without barriers: each gathers its own rows, the next 32 while it works on the softmax and P V of these.
  * Shared memory (D = 128, 16 bits): K and V 64 KB (sparse: a block of 128 keys; dense: two stages of 64 keys), Q 32 KB.
  * Registers: at most 255, no spills; two blocks a multiprocessor where shared memory allows it.
- * fp32: products of split TF32 numbers (tile.cuh), each with a relative error of about 2^-20.
+ * fp32: products of split TF32 numbers (tile.cuh), each with a relative error of about 2^-21.
  * Floor: 4 * D * rows * keys floating-point operations at the rate of mma.sync, and in the sparse kernel D * 2 bytes a
  * (row, slot) written and read again. */
 #include <math_constants.h>

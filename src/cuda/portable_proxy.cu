@@ -15,7 +15,7 @@
  * Registers: K (32), w, S, dk_proxy (64 at Dp = 128): one block of 8 warps a multiprocessor. Shared memory (D = Dp =
  * 128): k_proxy 32 KB, three stages of 64 rows 48 KB, dS 16 KB.
  * Sums: as in the backward pass. The KL value is summed in a fixed order: a thread's, a block's, then all shares' in
- * fp64. fp32: products of split TF32 numbers (tile.cuh), each with a relative error of about 2^-20.
+ * fp64. fp32: products of split TF32 numbers (tile.cuh), each with a relative error of about 2^-21.
  * Floor: (2 * D * R + 6 * Dp) * (token, proxy head, key) floating-point operations at the rate of mma.sync. */
 #include "portable_parts.cuh"
 
@@ -51,13 +51,13 @@ struct proxy_parameters {
 template <int rows>
 struct token_data {
     int32_t limit[rows];  /* last key of the share that the token sees; negative: none, or no token */
-    int32_t result[rows]; /* of its dq_proxy: (row of the chunk, proxy head, slot, part) */
+    int32_t result[rows]; /* of its dq_proxy: (row of the chunk, proxy head, slot, part); negative: nothing to add */
 };
 
 /* The token that a thread copies the rows of: several threads share one. */
 struct token_to_load {
-    int32_t token; /* 0 if there is none */
-    int32_t limit; /* negative: none */
+    int32_t token; /* -1: none */
+    int32_t limit; /* negative: it is not read */
 };
 
 /* Two neighbouring elements in memory, as a fragment holds them. */
@@ -130,7 +130,7 @@ __device__ __forceinline__ void add_row_gradients(const proxy_parameters<T> &a, 
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int row = first_row + 16 * m + 8 * half + lane / 4;
-                if (data.limit[row] < 0) continue;
+                if (data.result[row] < 0) continue;
                 add_to_sums(a.dq + int64_t(data.result[row]) * D + column + 4 * (lane & 3), sum[m][0][2 * half],
                             sum[m][0][2 * half + 1], sum[m][1][2 * half], sum[m][1][2 * half + 1], a.dq_kind);
             }
@@ -185,22 +185,21 @@ __global__ void __launch_bounds__(most_threads, 1) proxy_kernel(const __grid_con
     const auto stage_address = [&](int stage) { return first_stage + stage * stage_bytes; };
     const auto find = [&](int32_t tile_number) {
         const int32_t edge = tile_number * rows + own_row;
-        token_to_load t = {0, -1};
+        token_to_load t = {-1, -1};
         if (edge >= s.count) return t;
-        const int32_t token = s.row(edge);
-        t.limit = a.w.geometry.row_position[token] - s.position;
-        if (t.limit < 0) return t;
-        t.token = token;
+        t.token = s.row(edge);
+        t.limit = a.w.geometry.row_position[t.token] - s.position;
         return t;
     };
     const auto keep_token = [&](int32_t tile_number, const token_to_load &t) {
         if (first_chunk != 0) return;
         token_data<rows> &d = data[tile_number % ring];
         d.limit[own_row] = t.limit;
-        if (t.limit < 0) return;
-        const int32_t slot =
-            a.dq_kind == WRITE ? s.slot(tile_number * rows + own_row) * (a.w.block_size / keys) + at.part : 0;
-        d.result[own_row] = ((t.token - a.w.row_begin) * a.proxy_heads + proxy_head) * a.slots + slot;
+        /* A token that sees no key of this part of the block still leaves its (slot, part): zeros. */
+        const bool written = a.dq_kind == WRITE && t.token >= 0;
+        const int32_t term = written ? s.slot(tile_number * rows + own_row) * (a.w.block_size / keys) + at.part : 0;
+        const int32_t vector = (t.token - a.w.row_begin) * a.proxy_heads + proxy_head;
+        d.result[own_row] = t.limit >= 0 || written ? vector * a.slots + term : -1;
     };
 
     /* The step to load next: two ahead of the one in work. */
@@ -210,21 +209,22 @@ __global__ void __launch_bounds__(most_threads, 1) proxy_kernel(const __grid_con
     const auto load_next = [&]() {
         if (load_tile < tiles) {
             const bool there = current.limit >= 0;
+            const int64_t token = there ? current.token : 0;
             const uint32_t address = stage_address(load_stage);
             const float *lse;
             if (load_step < a.heads_per_proxy_head) {
                 const int32_t head = first_head + load_step, chunks = a.dim / 8;
-                const T *row = a.q.at(current.token, head);
+                const T *row = a.q.at(token, head);
                 for (int chunk = first_chunk; chunk < chunks; chunk += threads_a_row) {
                     tile<T, 128>(address).load(own_row, chunk, row + 8 * chunk, there);
                 }
-                lse = a.lse.at(current.token, head);
+                lse = a.lse.at(token, head);
             } else {
-                const T *row = a.q_proxy.at(current.token, proxy_head);
+                const T *row = a.q_proxy.at(token, proxy_head);
                 for (int chunk = first_chunk; chunk < D / 8; chunk += threads_a_row) {
                     tile<T, D>(address).load(own_row, chunk, row + 8 * chunk, there);
                 }
-                lse = a.student_lse + int64_t(current.token) * a.proxy_heads + proxy_head;
+                lse = a.student_lse + token * a.proxy_heads + proxy_head;
             }
             if (first_chunk == 0) cp_async_4(shared_address(&stage_lse[load_stage][own_row]), lse, there);
             load_stage = load_stage + 1 == stages ? 0 : load_stage + 1;
@@ -268,7 +268,7 @@ __global__ void __launch_bounds__(most_threads, 1) proxy_kernel(const __grid_con
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
                     const int row = 8 * n + 2 * (lane & 3) + e % 2, key = own_key + lane / 4 + 8 * (e / 2);
-                    const float p = exp2_approx(main_score[n][e] * a.scale_log2 - stage_lse[stage][row] * log2_e);
+                    const float p = probability<T>(main_score[n][e], a.scale_log2, stage_lse[stage][row]);
                     teacher[n][e] += key <= d.limit[row] ? p : 0;
                 }
             }
@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(most_threads, 1) proxy_kernel(const __grid_con
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 const int row = 8 * n + 2 * (lane & 3) + e % 2, key = own_key + lane / 4 + 8 * (e / 2);
-                const float log2_r = ds[n][e] * a.proxy_scale_log2 - stage_lse[stage][row] * log2_e;
+                const float log2_r = fmaf(ds[n][e], a.proxy_scale_log2, -stage_lse[stage][row] * log2_e);
                 const float w = teacher[n][e] * mean;
                 if (w > 0) tile_kl += w * (__log2f(w) - log2_r);
                 ds[n][e] = key <= d.limit[row] ? exp2_approx(log2_r) - w : 0;

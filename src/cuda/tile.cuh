@@ -3,9 +3,9 @@
  * A tile of [rows][columns] lies in rows cut into chunks of 16 bytes whose place within the row is permuted, so that
  * the eight rows of an 8 x 8 matrix always fall on different banks.
  *
- * 16-bit elements enter m16n8k16 as they are. An fp32 element x is split into high = x cut to TF32 and low = x - high,
- * and a product takes three of TF32: high * high, high * low and low * high. What is dropped (low * low, and low's own
- * rounding) is at most 2^-20 of the product of the magnitudes. */
+ * 16-bit elements enter m16n8k16 as they are. An fp32 element x is split into high = x rounded to TF32 and low = x -
+ * high, and a product takes three of TF32: high * high, high * low and low * high. What is dropped (low * low, and
+ * low's own rounding) is at most 2^-21 of the product of the magnitudes. */
 #ifndef FMSA_CUDA_TILE_CUH
 #define FMSA_CUDA_TILE_CUH
 
@@ -42,11 +42,13 @@ __device__ __forceinline__ void multiply_add(float (&sum)[4], const left_fragmen
     mma_m16n8k16(sum, a.x, b.x[0], b.x[1], T());
 }
 
-/* x in two TF32 numbers. An infinite or NaN x has low part 0, so that it comes out of the product as it went in. */
+/* x in two TF32 numbers, each rounded to nearest: cut off instead, both parts would lean towards zero, and the errors
+ * of large scores would add up. An infinite or NaN x has low part 0, so that it comes out of the product as it went in.
+ */
 __device__ __forceinline__ void split(float x, uint32_t &high, uint32_t &low) {
-    high = __float_as_uint(x) & 0xffffe000u;
+    high = to_tf32(x);
     const float rest = x - __uint_as_float(high);
-    low = isfinite(rest) ? __float_as_uint(rest) : 0;
+    low = isfinite(rest) ? to_tf32(rest) : 0;
 }
 
 template <>
@@ -56,8 +58,11 @@ __device__ __forceinline__ void multiply_add<float>(float (&sum)[4], const left_
     for (int half = 0; half < 2; half++) {
         uint32_t a_high[4], a_low[4], b_high[2], b_low[2];
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            split(a.x[4 * half + i], a_high[i], a_low[i]);
+        for (int i = 0; i < 4; i++) {
+            float x = a.x[4 * half + i];
+            asm volatile("" : "+f"(x)); /* Split here: a fragment kept split through a loop costs twice the registers. */
+            split(x, a_high[i], a_low[i]);
+        }
 #pragma unroll
         for (int i = 0; i < 2; i++)
             split(b.x[2 * half + i], b_high[i], b_low[i]);

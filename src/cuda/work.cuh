@@ -14,6 +14,17 @@
 namespace fmsa {
 
 constexpr float log2_e = 1.44269504088896340736f;
+constexpr float log2_e_rest = 1.925963033500e-8f; /* what the rounding of log2_e leaves */
+
+/* exp(scale * score - lse), scale_log2 = scale * log2(e). With an fp32 score the rounding of lse * log2(e) would count:
+ * it grows with lse. */
+template <typename T>
+__device__ __forceinline__ float probability(float score, float scale_log2, float lse) {
+    const float lse_log2 = lse * log2_e;
+    if constexpr (sizeof(T) == 2) return exp2_approx(fmaf(score, scale_log2, -lse_log2));
+    const float rest = fmaf(lse, log2_e, -lse_log2) + lse * log2_e_rest;
+    return exp2_approx(fmaf(score, scale_log2, -lse_log2) - rest);
+}
 
 /* fmsa_tensor with its element type. */
 template <typename T>
