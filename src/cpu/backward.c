@@ -107,8 +107,9 @@ static void load_kv_head(task *t, int32_t kv_head) {
 
 /* ---- Rows of scores. Lanes behind the visible keys become 0, up to `padded`. ---- */
 
-/* s becomes exp(s - lse). */
+/* s becomes exp(s - lse); 0 where lse is -inf, the log-sum-exp of a row that attends to nothing. */
 static void probabilities(real *s, int64_t visible, int64_t padded, real lse) {
+    if (lse == -INFINITY) visible = 0;
     int64_t j = 0;
     for (; j + LANES <= visible; j += LANES)
         vec_store(s + j, vec_exp(vec_load(s + j) - lse));

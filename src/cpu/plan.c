@@ -167,20 +167,26 @@ static int64_t tasks_of_chunk(const fmsa_problem *problem, fmsa_operation operat
     }
 }
 
+/* Selection keeps the scores of all blocks for the rows of a chunk: as many rows as a table of some MiB holds. */
+static int64_t preferred_select_rows(const fmsa_problem *problem) {
+    enum { PAIRS = 512, LEAST_ROWS = 16, TABLE_BYTES = 1 << 24 };
+    const int64_t heads = heads_of_task(problem, FMSA_OPERATION_SELECT);
+    const int64_t pair_bytes = problem->max_fragment_blocks * (int64_t)fmsa_real_bytes(problem->config.dtype);
+    return max64(LEAST_ROWS, min64(PAIRS, TABLE_BYTES / max64(pair_bytes, 1)) / heads);
+}
+
 /* Rows of a chunk when nothing limits the scratch: so many that a key block, packed once for a chunk, meets enough of
  * them to pay for the packing, even where each row chooses few of many blocks; and so few that threads have enough
  * tasks and a chunk's accumulators stay near the caches. */
 static int64_t preferred_chunk_rows(const fmsa_problem *problem, fmsa_operation operation) {
-    enum { ROWS_MEETING_A_BLOCK = 256, LEAST = 1024, SELECT = 512, MOST = 8192 };
-    const int64_t heads = heads_of_task(problem, operation);
+    enum { PAIRS_MEETING_A_BLOCK = 256, LEAST_PAIRS = 1024, MOST_PAIRS = 8192, LEAST_ROWS = 16 };
     if (operation == FMSA_OPERATION_SCHEDULE) return max64(problem->config.total_q, 1);
-    if (operation == FMSA_OPERATION_SELECT) return max64(SELECT / heads, 16);
+    if (operation == FMSA_OPERATION_SELECT) return preferred_select_rows(problem);
     const bool sparse = problem->config.mode == FMSA_MODE_SPARSE;
     const int64_t blocks = max64(problem->max_fragment_blocks, 1);
     const int64_t chosen = sparse ? max64(problem->slots, 1) : blocks;
-    const int64_t products_rows = ROWS_MEETING_A_BLOCK * blocks / chosen;
-    const int64_t rows = max64(LEAST, min64(MOST, products_rows)) / heads;
-    return max64(16, (rows + 15) / 16 * 16);
+    const int64_t pairs = max64(LEAST_PAIRS, min64(MOST_PAIRS, PAIRS_MEETING_A_BLOCK * blocks / chosen));
+    return max64(LEAST_ROWS, fmsa_cpu_padded(pairs / heads_of_task(problem, operation)));
 }
 
 static size_t shared_bytes(const fmsa_problem *problem, fmsa_operation operation, int64_t num_tasks) {
