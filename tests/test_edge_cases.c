@@ -150,6 +150,19 @@ static void test_lengths_around_a_block(void **state) {
     }
 }
 
+/* Blocks that no kernel holds at once, and whose last part is short. */
+static void test_large_blocks(void **state) {
+    (void)state;
+    for (int i = 0; i < 8; i++) {
+        fmsa_config config = make_config((fmsa_dtype)(i % 4), heads, 8, i % 2 ? 300 : 65536, 1 + i % 2);
+        config.mode = modes[i / 4];
+        fmsa_case c;
+        open_documents(&c, &config, (int64_t[]){430, 129, 290}, 3, 92);
+        check_case(&c, "large blocks");
+        fmsa_case_close(&c);
+    }
+}
+
 /* One token more changes nothing for those before it. */
 static void test_one_token_more(void **state) {
     (void)state;
@@ -365,11 +378,17 @@ static void test_offsets_beyond_31_bits(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_empty_documents),        cmocka_unit_test(test_padded_fragments),
-        cmocka_unit_test(test_keys_without_queries),   cmocka_unit_test(test_late_chunk_before_an_early_one),
-        cmocka_unit_test(test_nothing_at_all),         cmocka_unit_test(test_lengths_around_a_block),
-        cmocka_unit_test(test_one_token_more),         cmocka_unit_test(test_very_many_documents),
-        cmocka_unit_test(test_rows_in_no_fragment),    cmocka_unit_test(test_future_blocks_do_not_reach_the_past),
+        cmocka_unit_test(test_empty_documents),
+        cmocka_unit_test(test_padded_fragments),
+        cmocka_unit_test(test_keys_without_queries),
+        cmocka_unit_test(test_late_chunk_before_an_early_one),
+        cmocka_unit_test(test_nothing_at_all),
+        cmocka_unit_test(test_lengths_around_a_block),
+        cmocka_unit_test(test_large_blocks),
+        cmocka_unit_test(test_one_token_more),
+        cmocka_unit_test(test_very_many_documents),
+        cmocka_unit_test(test_rows_in_no_fragment),
+        cmocka_unit_test(test_future_blocks_do_not_reach_the_past),
         cmocka_unit_test(test_offsets_beyond_31_bits),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

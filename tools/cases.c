@@ -168,7 +168,7 @@ static void choose_shape(fmsa_config *config, fmsa_device device, fmsa_random *r
     } else {
         config->head_dim = CHOOSE(random, 1, 3, 8, 16, 17, 32, 48, 64, 80, 100, 128, 256);
         config->proxy_head_dim = CHOOSE(random, 1, 5, 8, 16, 24, 32, 33, 64, 128, 256);
-        config->block_size = CHOOSE(random, 16, 17, 24, 32, 64, 100, 128);
+        config->block_size = CHOOSE(random, 16, 17, 24, 32, 64, 100, 128, 200);
         config->top_k = CHOOSE(random, 1, 2, 3, 4, 5, 8, 12, 16, 64, 200);
     }
     config->mode = fmsa_random_int(random, 0, 3) == 0 ? FMSA_MODE_DENSE : FMSA_MODE_SPARSE;
