@@ -111,49 +111,64 @@ __device__ __forceinline__ void score(float (&s)[shape<T>::row_tiles][shape<T>::
     }
 }
 
-/* Online softmax of a step: s becomes the probabilities relative to the new maximum; exactly 0 beyond a row's limit,
- * the last key that it sees. */
+/* Scores beyond a row's limit, the last key that it sees, become -inf. */
+template <typename T>
+__device__ __forceinline__ void mask(float (&s)[shape<T>::row_tiles][shape<T>::step / 8][4],
+                                     const int32_t (&limit)[shape<T>::row_tiles][2], int first_key) {
+    const int lane_key = first_key + 2 * (threadIdx.x & 3);
+#pragma unroll
+    for (int m = 0; m < shape<T>::row_tiles; m++) {
+#pragma unroll
+        for (int n = 0; n < shape<T>::step / 8; n++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                if (lane_key + 8 * n + e % 2 > limit[m][e / 2]) s[m][n][e] = -CUDART_INF_F;
+            }
+        }
+    }
+}
+
+/* Online softmax of a step: s becomes the probabilities relative to the new maximum, exactly 0 for -inf. The first step
+ * has nothing to rescale. */
 template <typename T, int D>
 __device__ __forceinline__ void soften(float (&s)[shape<T>::row_tiles][shape<T>::step / 8][4],
-                                       attention_state<T, D> &state, const int32_t (&limit)[shape<T>::row_tiles][2],
-                                       int first_key, float scale_log2) {
+                                       attention_state<T, D> &state, bool first, float scale_log2) {
     constexpr int key_tiles = shape<T>::step / 8;
-    const int lane_key = first_key + 2 * (threadIdx.x & 3);
+    float shrink[shape<T>::row_tiles][2];
 #pragma unroll
     for (int m = 0; m < shape<T>::row_tiles; m++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float greatest = -CUDART_INF_F;
 #pragma unroll
-            for (int n = 0; n < key_tiles; n++) {
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    float &x = s[m][n][2 * half + i];
-                    x = lane_key + 8 * n + i <= limit[m][half] ? x * scale_log2 : -CUDART_INF_F;
-                    greatest = fmaxf(greatest, x);
-                }
-            }
+            for (int n = 0; n < key_tiles; n++)
+                greatest = fmaxf(greatest, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
             const float old = state.greatest[m][half];
-            greatest = fmaxf(quad_max(greatest), old);
+            greatest = fmaxf(quad_max(greatest) * scale_log2, old);
             state.greatest[m][half] = greatest;
             const float reference = greatest == -CUDART_INF_F ? 0 : greatest;
-            const float shrink = exp2_approx(old - reference);
+            shrink[m][half] = exp2_approx(old - reference);
             float sum = 0;
 #pragma unroll
             for (int n = 0; n < key_tiles; n++) {
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     float &x = s[m][n][2 * half + i];
-                    x = exp2_approx(x - reference);
+                    x = exp2_approx(fmaf(x, scale_log2, -reference));
                     sum += x;
                 }
             }
-            state.sum[m][half] = state.sum[m][half] * shrink + sum;
+            state.sum[m][half] = state.sum[m][half] * shrink[m][half] + sum;
+        }
+    }
+    if (first) return;
 #pragma unroll
-            for (int n = 0; n < D / 8; n++) {
-                state.out[m][n][2 * half] *= shrink;
-                state.out[m][n][2 * half + 1] *= shrink;
-            }
+    for (int m = 0; m < shape<T>::row_tiles; m++) {
+#pragma unroll
+        for (int n = 0; n < D / 8; n++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                state.out[m][n][e] *= shrink[m][e / 2];
         }
     }
 }
@@ -205,18 +220,16 @@ __device__ __forceinline__ row_to_load find_row(const forward_parameters<T> &a, 
     return {s.row(edge), s.slot(edge)};
 }
 
-/* Starts the copy of query rows to a warp's part of shared memory; the lanes hold their tokens and heads. */
+/* Starts the copy of query rows to a warp's part of shared memory; the lanes hold where they are, NULL for none. */
 template <typename T, int D>
-__device__ __forceinline__ void load_queries(const view<const T> &source, const tile<T, D> &q, int first_row,
-                                             int32_t own_token, int32_t own_head) {
+__device__ __forceinline__ void load_queries(const tile<T, D> &q, int first_row, const T *own_row) {
     constexpr int chunks = D / 8;
     const int lane = threadIdx.x & 31;
 #pragma unroll 4
     for (int i = 0; i < shape<T>::rows * chunks / 32; i++) {
         const int row = (i * 32 + lane) / chunks, chunk = lane % chunks;
-        const int32_t token = __shfl_sync(0xffffffffu, own_token, row);
-        const int32_t head = __shfl_sync(0xffffffffu, own_head, row);
-        q.load(first_row + row, chunk, source.at(max(token, 0), head) + 8 * chunk, token >= 0);
+        const uint64_t start = __shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(own_row), row);
+        q.load(first_row + row, chunk, reinterpret_cast<const T *>(start) + 8 * chunk, start != 0);
     }
 }
 
@@ -295,8 +308,11 @@ __global__ void __launch_bounds__(threads, 2) sparse_kernel(const __grid_constan
     extern __shared__ __align__(128) char memory[];
     __shared__ row_data<rows> all_data[2][warps];
     const place at = take_place(a.w);
-    share s;
-    if (!take_share(a.w, at, s)) return;
+    __shared__ share s; /* There are no registers to spare for it. */
+    share own;
+    if (!take_share(a.w, at, own)) return;
+    if (threadIdx.x == 0) s = own;
+    __syncthreads();
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     const int32_t unit = s.proxy_head * a.map.units_per_proxy_head + at.unit;
     const int32_t key_head = unit / a.map.units_per_key_head;
@@ -319,7 +335,7 @@ __global__ void __launch_bounds__(threads, 2) sparse_kernel(const __grid_constan
             const int32_t edge = (r.token - a.w.row_begin) * a.slots + r.slot;
             data.result[lane] = there ? (edge * (a.w.block_size / keys) + at.part) * a.heads + head : -1;
         }
-        load_queries(a.q, q, warp * rows, r.token, head);
+        load_queries(q, warp * rows, there ? a.q.at(r.token, head) : nullptr);
         cp_async_commit();
     };
     const int32_t total = s.count * a.map.unit_heads;
@@ -333,8 +349,10 @@ __global__ void __launch_bounds__(threads, 2) sparse_kernel(const __grid_constan
         cp_async_wait<0>();
         __syncwarp();
         const row_data<rows> &data = all_data[buffer][warp];
-        int32_t furthest = lane < rows && data.result[lane] >= 0 ? data.position[lane] - s.position : -1;
-        furthest = min(__reduce_max_sync(0xffffffffu, furthest), keys - 1);
+        const bool there = lane < rows && data.result[lane] >= 0;
+        const int32_t own_limit = there ? data.position[lane] - s.position : -1;
+        const int32_t nearest = __reduce_min_sync(0xffffffffu, there ? own_limit : INT32_MAX);
+        const int32_t furthest = min(__reduce_max_sync(0xffffffffu, own_limit), keys - 1);
         attention_state<T, D> state;
         state.clear();
         int key = 0;
@@ -346,13 +364,16 @@ __global__ void __launch_bounds__(threads, 2) sparse_kernel(const __grid_constan
                 load(start + warps * rows, buffer ^ 1, next);
                 next = find(start + 2 * warps * rows);
             }
-            int32_t limit[shape<T>::row_tiles][2];
+            if (key + step - 1 > nearest) {
+                int32_t limit[shape<T>::row_tiles][2];
 #pragma unroll
-            for (int m = 0; m < shape<T>::row_tiles; m++) {
-                limit[m][0] = data.position[16 * m + lane / 4] - s.position;
-                limit[m][1] = data.position[16 * m + lane / 4 + 8] - s.position;
+                for (int m = 0; m < shape<T>::row_tiles; m++) {
+                    limit[m][0] = data.position[16 * m + lane / 4] - s.position;
+                    limit[m][1] = data.position[16 * m + lane / 4 + 8] - s.position;
+                }
+                mask<T>(p, limit, key);
             }
-            soften<T, D>(p, state, limit, key, a.scale_log2);
+            soften<T, D>(p, state, key == 0, a.scale_log2);
             if (a.v.data != nullptr) gather_values<T, D>(state, p, v, key);
             key += step;
         } while (key <= furthest);
@@ -439,13 +460,14 @@ __global__ void __launch_bounds__(threads, 2) dense_kernel(const __grid_constant
     const int64_t first = (int64_t(gridDim.x) - 1 - blockIdx.x) * (warps * rows) + warp * rows;
     const int64_t number = first + lane, total = int64_t(a.total_rows) * a.map.unit_heads;
     int32_t position = -1, first_block = 0, token = 0, head = 0;
-    if (lane < rows && number < total) {
+    const bool counts = lane < rows && number < total;
+    if (counts) {
         token = number / a.map.unit_heads;
         head = unit * a.map.unit_heads + (number - int64_t(token) * a.map.unit_heads);
         position = g.row_position[token];
         first_block = g.row_first_block[token];
     }
-    load_queries(a.q, q, warp * rows, position >= 0 ? token : -1, head);
+    load_queries(q, warp * rows, position >= 0 ? a.q.at(token, head) : nullptr);
     const int32_t lowest = __reduce_min_sync(0xffffffffu, position >= 0 ? first_block : INT32_MAX);
     const int32_t highest = __reduce_max_sync(0xffffffffu, position >= 0 ? first_block + position / block_size : -1);
     if (lane == 0) {
@@ -481,6 +503,7 @@ __global__ void __launch_bounds__(threads, 2) dense_kernel(const __grid_constant
     attention_state<T, D> state;
     state.clear();
     key_step at = {begin, 0};
+    bool fresh = true;
     load_step(at, 0);
     for (int stage = 0; at.block <= end; stage ^= 1, advance(at)) {
         cp_async_wait<0>();
@@ -492,16 +515,20 @@ __global__ void __launch_bounds__(threads, 2) dense_kernel(const __grid_constant
         const int32_t relative = at.block - first_block;
         const int32_t own_limit = relative < 0 ? -1 : position - relative * block_size - at.offset;
         if (!__any_sync(0xffffffffu, own_limit >= 0)) continue;
-        int32_t limit[shape<T>::row_tiles][2];
-#pragma unroll
-        for (int m = 0; m < shape<T>::row_tiles; m++) {
-            limit[m][0] = __shfl_sync(0xffffffffu, own_limit, 16 * m + lane / 4);
-            limit[m][1] = __shfl_sync(0xffffffffu, own_limit, 16 * m + lane / 4 + 8);
-        }
         const tile<T, D> k = key_tile(stage), v(k.address + tile<T, D>::bytes(step));
         float p[shape<T>::row_tiles][step / 8][4];
         score<T, D>(p, q, warp * rows, k, 0);
-        soften<T, D>(p, state, limit, 0, a.scale_log2);
+        if (__any_sync(0xffffffffu, counts && own_limit < step - 1)) {
+            int32_t limit[shape<T>::row_tiles][2];
+#pragma unroll
+            for (int m = 0; m < shape<T>::row_tiles; m++) {
+                limit[m][0] = __shfl_sync(0xffffffffu, own_limit, 16 * m + lane / 4);
+                limit[m][1] = __shfl_sync(0xffffffffu, own_limit, 16 * m + lane / 4 + 8);
+            }
+            mask<T>(p, limit, 0);
+        }
+        soften<T, D>(p, state, fresh, a.scale_log2);
+        fresh = false;
         if (a.v.data != nullptr) gather_values<T, D>(state, p, v, 0);
     }
     cp_async_wait<0>();
