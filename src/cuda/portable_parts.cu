@@ -31,6 +31,21 @@ fmsa_status plan_chunk(const fmsa_problem *problem, const char *operation, size_
     return FMSA_OK;
 }
 
+rows_and_blocks find_rows(const fmsa_problem *problem, const fmsa_tensors *tensors, const fmsa_cuda_geometry &memory,
+                          cudaStream_t stream, fmsa_status *status) {
+    rows_and_blocks found = {};
+    found.dense = is_dense(problem);
+    if (found.dense) {
+        found.geometry = memory;
+        *status = fmsa_cuda_build_geometry(problem, memory, stream);
+    } else {
+        found.schedule = fmsa_cuda_schedule_at(problem, tensors->schedule);
+        found.geometry = found.schedule.geometry;
+        *status = FMSA_OK;
+    }
+    return found;
+}
+
 work make_work(const fmsa_problem *problem, const fmsa_cuda_geometry &geometry, const fmsa_cuda_schedule *schedule,
                int32_t *cuts, int32_t keys, int32_t unit_heads) {
     /* Long enough that the key sums written at the end of a share do not count, short enough to fill the card; and not

@@ -64,6 +64,36 @@ inline int32_t share_keys(const fmsa_problem *problem, int32_t most_fp32) {
     return problem->config.dtype == FMSA_DTYPE_FP32 && block > most_fp32 ? most_fp32 : block;
 }
 
+/* The gradient kernels' keys a share, and the parts that they cut a block into. */
+template <typename T>
+constexpr int most_gradient_keys = sizeof(T) == 2 ? 128 : 64;
+inline int32_t gradient_keys(const fmsa_problem *problem) {
+    return share_keys(problem, most_gradient_keys<float>);
+}
+inline int32_t gradient_parts(const fmsa_problem *problem) {
+    return problem->config.block_size / gradient_keys(problem);
+}
+
+/* Sums that a query row's gradient has: one that grows, or one for each (slot, part). */
+inline int32_t row_terms(const fmsa_problem *problem) {
+    return in_order(problem) && !is_dense(problem) ? problem->slots * gradient_parts(problem) : 1;
+}
+
+/* The geometry, and in sparse mode the schedule that it is part of. */
+struct rows_and_blocks {
+    fmsa_cuda_geometry geometry;
+    fmsa_cuda_schedule schedule;
+    bool dense;
+
+    const fmsa_cuda_schedule *sparse() const {
+        return dense ? nullptr : &schedule;
+    }
+};
+
+/* In dense mode the geometry is built in `memory`. */
+rows_and_blocks find_rows(const fmsa_problem *problem, const fmsa_tensors *tensors, const fmsa_cuda_geometry &memory,
+                          cudaStream_t stream, fmsa_status *status);
+
 /* The work over all rows. schedule is NULL in dense mode. cuts: see cuts_count. unit_heads: query heads that a row of
  * it stands for. */
 work make_work(const fmsa_problem *problem, const fmsa_cuda_geometry &geometry, const fmsa_cuda_schedule *schedule,

@@ -60,7 +60,8 @@ __device__ __forceinline__ void multiply_add<float>(float (&sum)[4], const left_
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             float x = a.x[4 * half + i];
-            asm volatile("" : "+f"(x)); /* Split here: a fragment kept split through a loop costs twice the registers. */
+            asm volatile(""
+                         : "+f"(x)); /* Split here: a fragment kept split through a loop costs twice the registers. */
             split(x, a_high[i], a_low[i]);
         }
 #pragma unroll

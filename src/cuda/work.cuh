@@ -186,6 +186,41 @@ __device__ __forceinline__ void add_to_sums(float *sums, float a, float b, float
     __stcg(reinterpret_cast<float4 *>(sums), value);
 }
 
+/* Adds ds k to rows of sums, where ds^T is a tile of [keys][rows] that all warps have left in shared memory: the warps
+ * share out the columns. result: number of each row of sums; negative: nothing to add. row_tiles: 16 rows each, taken
+ * by a warp at once. */
+template <int row_tiles, typename T, int rows, int columns>
+__device__ __forceinline__ void add_row_sums(float *sums, add_kind kind, const tile<T, rows> &ds,
+                                             const tile<T, columns> &k, const int32_t *result, int keys) {
+    constexpr int column_tiles = columns / 16, pieces = column_tiles * (rows / 16) / row_tiles;
+    const int lane = threadIdx.x & 31;
+    for (int piece = threadIdx.x / 32; piece < pieces; piece += blockDim.x / 32) {
+        const int column = piece % column_tiles * 16, first_row = piece / column_tiles * (16 * row_tiles);
+        float sum[row_tiles][2][4] = {};
+#pragma unroll 4
+        for (int key = 0; key < keys; key += 16) {
+            right_fragment<T> b[2];
+            k.right(b, key, column);
+#pragma unroll
+            for (int m = 0; m < row_tiles; m++) {
+                const left_fragment<T> left = ds.left_transposed(key, first_row + 16 * m);
+                multiply_add(sum[m][0], left, b[0]);
+                multiply_add(sum[m][1], left, b[1]);
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < row_tiles; m++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int32_t target = result[first_row + 16 * m + 8 * half + lane / 4];
+                if (target < 0) continue;
+                add_to_sums(sums + int64_t(target) * columns + column + 4 * (lane & 3), sum[m][0][2 * half],
+                            sum[m][0][2 * half + 1], sum[m][1][2 * half], sum[m][1][2 * half + 1], kind);
+            }
+        }
+    }
+}
+
 /* fp32 sums of key gradients. Without turns, shares add to one row of sums for each key head in any order. With turns
  * there is a row of sums for each unit, and the shares of a block's list add to it one after another. */
 struct key_sums {
