@@ -9,6 +9,17 @@
 #include <cuda_runtime_api.h>
 #endif
 
+#if defined(__SANITIZE_ADDRESS__)
+#define HAS_ADDRESS_SANITIZER 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define HAS_ADDRESS_SANITIZER 1
+#endif
+#endif
+#ifdef HAS_ADDRESS_SANITIZER
+#include <sanitizer/asan_interface.h>
+#endif
+
 /* An allocation is [header and leading guard | memory | trailing guard]; the header is the first bytes. The leading
  * guard and the alignment are equal, so memory is aligned as the whole is. */
 enum { GUARD_BYTES = 4096, ALIGNMENT = 256 };
@@ -117,9 +128,29 @@ bool fmsa_tool_device_open(fmsa_tool_device *device, fmsa_device kind) {
 
 /* ---- Guarded allocations. ---- */
 
-static header read_header(const fmsa_tool_device *device, const void *memory) {
+/* AddressSanitizer stops at any access to a guard zone, even one that changes nothing; we alone may open them. */
+static void close_guards(const fmsa_tool_device *device, const void *memory, size_t bytes) {
+#ifdef HAS_ADDRESS_SANITIZER
+    if (device->kind != FMSA_DEVICE_CPU) return;
+    ASAN_POISON_MEMORY_REGION((const char *)memory - GUARD_BYTES, GUARD_BYTES);
+    ASAN_POISON_MEMORY_REGION((const char *)memory + bytes, GUARD_BYTES);
+#else
+    (void)device;
+    (void)memory;
+    (void)bytes;
+#endif
+}
+
+/* Opens both guards and returns what the header says of the memory. */
+static header open_guards(const fmsa_tool_device *device, const void *memory) {
     header h;
+#ifdef HAS_ADDRESS_SANITIZER
+    if (device->kind == FMSA_DEVICE_CPU) ASAN_UNPOISON_MEMORY_REGION((const char *)memory - GUARD_BYTES, GUARD_BYTES);
+#endif
     fmsa_tool_read(device, &h, (const char *)memory - GUARD_BYTES, sizeof h);
+#ifdef HAS_ADDRESS_SANITIZER
+    if (device->kind == FMSA_DEVICE_CPU) ASAN_UNPOISON_MEMORY_REGION((const char *)memory + h.bytes, GUARD_BYTES);
+#endif
     return h;
 }
 
@@ -132,16 +163,20 @@ void *fmsa_tool_alloc(const fmsa_tool_device *device, size_t bytes) {
     fmsa_tool_write(device, base, guard, sizeof guard);
     fmsa_tool_write(device, base, &h, sizeof h);
     fmsa_tool_write(device, memory + bytes, guard, sizeof guard);
+    close_guards(device, memory, bytes);
     fmsa_tool_poison(device, memory);
     return memory;
 }
 
 void fmsa_tool_free(const fmsa_tool_device *device, void *memory) {
-    if (memory != NULL) raw_free(device, (char *)memory - GUARD_BYTES);
+    if (memory == NULL) return;
+    open_guards(device, memory);
+    raw_free(device, (char *)memory - GUARD_BYTES);
 }
 
 void fmsa_tool_poison(const fmsa_tool_device *device, void *memory) {
-    const size_t bytes = read_header(device, memory).bytes;
+    const size_t bytes = open_guards(device, memory).bytes;
+    close_guards(device, memory, bytes);
     if (device->kind == FMSA_DEVICE_CPU) {
         fmsa_tool_poison_host(memory, bytes);
         return;
@@ -154,10 +189,11 @@ void fmsa_tool_poison(const fmsa_tool_device *device, void *memory) {
 }
 
 bool fmsa_tool_guards_intact(const fmsa_tool_device *device, const void *memory) {
-    const size_t bytes = read_header(device, memory).bytes;
-    char guard[GUARD_BYTES];
-    fmsa_tool_read(device, guard, (const char *)memory - GUARD_BYTES, sizeof guard);
-    if (!fmsa_tool_is_poison(guard + sizeof(header), sizeof guard - sizeof(header))) return false;
-    fmsa_tool_read(device, guard, (const char *)memory + bytes, sizeof guard);
-    return fmsa_tool_is_poison(guard, sizeof guard);
+    const size_t bytes = open_guards(device, memory).bytes;
+    char before[GUARD_BYTES], behind[GUARD_BYTES];
+    fmsa_tool_read(device, before, (const char *)memory - GUARD_BYTES, sizeof before);
+    fmsa_tool_read(device, behind, (const char *)memory + bytes, sizeof behind);
+    close_guards(device, memory, bytes);
+    return fmsa_tool_is_poison(before + sizeof(header), sizeof before - sizeof(header)) &&
+           fmsa_tool_is_poison(behind, sizeof behind);
 }
