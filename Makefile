@@ -19,9 +19,10 @@ $(BUILD)/cpu/tools/flashmsa: FORCE
 	@cmake --build $(BUILD)/cpu -j $(JOBS)
 FORCE:
 
-# Trains a small byte-level transformer on this repository's own text, dense and with MSA, and compares the two.
+# Trains a small byte-level transformer on this repository's own text, dense and with MSA, and compares the two. Waiting
+# threads sleep, so that a busy machine is not made busier.
 demo: $(BUILD)/cpu/tools/flashmsa
-	$(BUILD)/cpu/tools/flashmsa train --compare --out $(BUILD)/demo
+	OMP_WAIT_POLICY=passive $(BUILD)/cpu/tools/flashmsa train --compare --out $(BUILD)/demo
 
 # Everything that needs no GPU: the C tests as they ship, and again under ASan and UBSan.
 test: test-release test-sanitize
