@@ -54,7 +54,7 @@ static fmsa_comparison compare_rows(const operands *o, double floor, double leas
         const double row_error = sqrt(squared_error(o->result + row * o->dim, exact, o->dim));
         const double same_row_error = sqrt(squared_error(o->same_type + row * o->dim, exact, o->dim));
         const double row_length = sqrt(squared_length(exact, o->dim));
-        const double allowed = 2 * same_row_error + 4 * mean_same_error + floor * (row_length + mean_row) + least;
+        const double allowed = 2 * same_row_error + 8 * mean_same_error + floor * (row_length + mean_row) + least;
         excess = fmax(excess, excess_of(row_error, allowed));
     }
     const double unit = length > 0 ? length : 1;

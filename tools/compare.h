@@ -1,8 +1,8 @@
 /* The rule that results are held to. Over the whole tensor, the error of a result against the exact evaluation is at
  * most twice the error of a plain evaluation in the same type, plus a floor. In each row it is at most twice the plain
- * evaluation's error in that row, plus four times its root mean square error of a row, plus a floor: one rounded number
- * (delta, a probability near 1) can make up a row's whole error, and then how much smaller the plain evaluation's is
- * there is chance.
+ * evaluation's error in that row, plus eight times its root mean square error of a row, plus a floor: one rounded
+ * number (delta, a probability near 1) can make up a row's whole error, and then how much smaller the plain
+ * evaluation's is there is chance. Few rows have errors far above the mean, more so the smaller the head dimension.
  *
  * The floor of a row is (4 u + 8 (1 + L) w) times the length of the row plus the root mean square length of all rows:
  * u is the unit roundoff of the tensors' type and w that of the type that softmax is computed in (fp32, or fp64 with
