@@ -2,7 +2,7 @@
  *
  * Key-outer, after the students' LSE (the forward kernels, without values). A thread block takes a share (work.cuh):
  * the 128 keys of a block (64 in fp32, or for blocks of 64) and the tokens that attend to them through one proxy head,
- * 64 a tile (32 in fp32). For each of the R main heads that the proxy head teaches from, S^T = K Q^T and w^T += exp(S^T
+ * 64 a tile (16 in fp32). For each of the R main heads that the proxy head teaches from, S^T = K Q^T and w^T += exp(S^T
  * - lse) in fp32 registers; then, with the proxies' own product, r^T = exp(S_proxy^T - student LSE), KL += w (log w -
  * log r), dS^T = r^T - w^T, dk_proxy += dS^T q_proxy, and dS^T crosses shared memory for dq_proxy = dS k_proxy.
  *
@@ -29,7 +29,7 @@ constexpr int ring = 3;       /* tiles whose token data is kept */
 constexpr int most_steps = 8; /* of 16 columns, in a main head */
 
 template <typename T>
-constexpr int tile_rows = sizeof(T) == 2 ? 64 : 32;
+constexpr int tile_rows = sizeof(T) == 2 ? 64 : 16;
 
 template <typename T>
 struct proxy_parameters {
@@ -291,7 +291,7 @@ __global__ void __launch_bounds__(most_threads, 1) proxy_kernel(const __grid_con
         stage = stage + 1 == stages ? 0 : stage + 1;
         if (a.dq != nullptr) {
             __syncthreads();
-            add_row_sums<2>(a.dq, a.dq_kind, ds_shared, k_proxy, d.result, keys);
+            add_row_sums<sizeof(T) == 2 ? 2 : 1>(a.dq, a.dq_kind, ds_shared, k_proxy, d.result, keys);
         }
     }
     cp_async_wait<0>();

@@ -51,9 +51,12 @@ __device__ __forceinline__ void split(float x, uint32_t &high, uint32_t &low) {
     low = isfinite(rest) ? to_tf32(rest) : 0;
 }
 
+/* The tensor cores cut their fp32 sums instead of rounding them, and over the thousands of rows that a key gradient
+ * sums that would show: each product is summed apart, and added to the rest by an ordinary addition. */
 template <>
 __device__ __forceinline__ void multiply_add<float>(float (&sum)[4], const left_fragment<float> &a,
                                                     const right_fragment<float> &b) {
+    float product[4] = {};
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         uint32_t a_high[4], a_low[4], b_high[2], b_low[2];
@@ -67,10 +70,13 @@ __device__ __forceinline__ void multiply_add<float>(float (&sum)[4], const left_
 #pragma unroll
         for (int i = 0; i < 2; i++)
             split(b.x[2 * half + i], b_high[i], b_low[i]);
-        mma_m16n8k8_tf32(sum, a_low, b_high[0], b_high[1]);
-        mma_m16n8k8_tf32(sum, a_high, b_low[0], b_low[1]);
-        mma_m16n8k8_tf32(sum, a_high, b_high[0], b_high[1]);
+        mma_m16n8k8_tf32(product, a_low, b_high[0], b_high[1]);
+        mma_m16n8k8_tf32(product, a_high, b_low[0], b_low[1]);
+        mma_m16n8k8_tf32(product, a_high, b_high[0], b_high[1]);
     }
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        sum[i] += product[i];
 }
 
 /* Two neighbouring elements of a tensor. */
