@@ -10,8 +10,8 @@
  * a tile is computed while the next tile is under way, so there is one barrier a tile. Rows are gathered by cp.async a
  * tile ahead, their numbers two tiles ahead.
  * Registers: dK and dV of 16 keys (128 at D = 128), V (32), the rest S, dP and operands: one block of 8 warps a
- * multiprocessor; spills of 8 bytes a thread (D = 128), in fp32 up to 84. Shared memory (D = 128): K 32 KB, two stages
- * of Q and dO 32 KB (V passes through them), dS 16 KB.
+ * multiprocessor; spills at D = 128: 8 bytes a thread, 120 in fp32, whose V takes twice as many. Shared memory (D =
+ * 128): K 32 KB, two stages of Q and dO 32 KB (V passes through them), dS 16 KB.
  *
  * Sums: dQ of a row gathers from its blocks by fp32 reductions in memory, dK and dV of a block from its shares
  * likewise, and a last kernel scales and rounds. With FMSA_FLAG_DETERMINISTIC nothing depends on an order of arrival:

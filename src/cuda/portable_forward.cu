@@ -12,9 +12,10 @@
  * registers. Four warps a block, all with this one role. In the sparse kernel they share nothing but K and V and run
  * without barriers: each gathers its own rows, the next 32 while it works on the softmax and P V of these.
  * Shared memory (D = 128, 16 bits): K and V 64 KB (sparse: a block of 128 keys; dense: two stages of 64 keys), Q 32 KB.
- * Registers: 255, for two blocks a multiprocessor where shared memory allows it. Spills, outside the products: 52 bytes
- * a thread (sparse, 16 bits, D = 128), and in fp32, which splits its operands in registers, up to 130. fp32: products
- * of split TF32 numbers (tile.cuh), each with a relative error of about 2^-21. Floor: 4 * D * rows * keys
+ * Registers: 255, for two blocks a multiprocessor where shared memory allows it. Spills at D = 128, all outside the
+ * products: some 50 bytes a thread (sparse), 20 (dense), 110 in fp32.
+ * fp32: products of split TF32 numbers (tile.cuh), each with a relative error of about 2^-21.
+ * Floor: 4 * D * rows * keys
  * floating-point operations at the rate of mma.sync, and in the sparse kernel D * 2 bytes a (row, slot) written and
  * read again. Measured on an H200, bf16, D = 128, all kernels included: heads 64/4/4/1, k = 16, random selection,
  * 65,536 tokens: 25.7 ms, 163 TFLOP/s, of which the combination takes a fifth; 16/2/4/1, 16,384 tokens: 1.44 ms, 191

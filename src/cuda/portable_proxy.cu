@@ -12,13 +12,13 @@
  *
  * Warp roles: all warps alike, 16 keys each, and a part of dq_proxy's columns at the end of a tile. The tiles of the R
  * heads and of the proxy form one stream of steps; they are gathered by cp.async two steps ahead.
- * Registers: K (32), w, S, dk_proxy (64 at Dp = 128): one block of 8 warps a multiprocessor. Shared memory (D = Dp =
- * 128): k_proxy 32 KB, three stages of 64 rows 48 KB, dS 16 KB.
- * Sums: as in the backward pass. The KL value is summed in a fixed order: a thread's, a block's, then all shares' in
- * fp64. fp32: products of split TF32 numbers (tile.cuh), each with a relative error of about 2^-21.
- * Floor: (2 * D * R + 8 * Dp) * (token, proxy head, key) floating-point operations at the rate of mma.sync, the LSE
- * included. Measured on an H200, bf16, D = Dp = 128, k = 16, all kernels included: heads 64/4/4/1, random selection,
- * 65,536 tokens: 18.5 ms; 16/2/4/1, 16,384 tokens: 1.86 ms; dense, 64/4/4/1, 16,384 tokens: 15.7 ms. */
+ * Registers: K (32), w, S, dk_proxy (64 at Dp = 128): one block of 8 warps a multiprocessor; in fp32 up to 120 bytes a
+ * thread spill. Shared memory (D = Dp = 128): k_proxy 32 KB, three stages of 64 rows 48 KB, dS 16 KB. Sums: as in the
+ * backward pass. The KL value is summed in a fixed order: a thread's, a block's, then all shares' in fp64. fp32:
+ * products of split TF32 numbers (tile.cuh), each with a relative error of about 2^-21. Floor: (2 * D * R + 8 * Dp) *
+ * (token, proxy head, key) floating-point operations at the rate of mma.sync, the LSE included. Measured on an H200,
+ * bf16, D = Dp = 128, k = 16, all kernels included: heads 64/4/4/1, random selection, 65,536 tokens: 18.5 ms; 16/2/4/1,
+ * 16,384 tokens: 1.86 ms; dense, 64/4/4/1, 16,384 tokens: 15.7 ms. */
 #include "portable_parts.cuh"
 
 namespace fmsa {
