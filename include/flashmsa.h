@@ -133,7 +133,7 @@ typedef struct fmsa_config {
     fmsa_device device;   /* where the tensors are */
     int32_t device_index; /* CUDA ordinal; -1 = the calling thread's current device (default) */
     void *stream;         /* cudaStream_t; NULL = the default stream */
-    int32_t num_threads;  /* CPU threads; 0 = OpenMP's default (default) */
+    int32_t num_threads;  /* CPU threads, at most 1024; 0 = OpenMP's default (default) */
 
     fmsa_dtype dtype;
     fmsa_mode mode;

@@ -6,7 +6,7 @@
 #include "status.h"
 
 /* No real call comes near these; below them no product of sizes in the library can overflow 64 bits. */
-enum { MAX_HEADS = 1 << 14, MAX_HEAD_DIM = 256, MIN_BLOCK_SIZE = 16, MAX_BLOCK_SIZE = 1 << 16 };
+enum { MAX_HEADS = 1 << 14, MAX_HEAD_DIM = 256, MIN_BLOCK_SIZE = 16, MAX_BLOCK_SIZE = 1 << 16, MAX_THREADS = 1024 };
 
 void fmsa_config_init(fmsa_config *config, size_t struct_size) {
     fmsa_config defaults;
@@ -69,7 +69,7 @@ static fmsa_status check_scale(const char *name, double value) {
 static fmsa_status check_choices(const fmsa_config *c) {
     TRY(check_range("device", c->device, FMSA_DEVICE_CPU, FMSA_DEVICE_CUDA));
     TRY(check_range("device_index", c->device_index, -1, 1 << 20));
-    TRY(check_range("num_threads", c->num_threads, 0, 1 << 16));
+    TRY(check_range("num_threads", c->num_threads, 0, MAX_THREADS));
     TRY(check_range("dtype", c->dtype, FMSA_DTYPE_BF16, FMSA_DTYPE_FP64));
     TRY(check_range("mode", c->mode, FMSA_MODE_SPARSE, FMSA_MODE_DENSE));
     const uint32_t known_flags =

@@ -15,12 +15,11 @@
  * Registers: 255, for two blocks a multiprocessor where shared memory allows it. Spills at D = 128, all outside the
  * products: some 50 bytes a thread (sparse), 20 (dense), 110 in fp32.
  * fp32: products of split TF32 numbers (tile.cuh), each with a relative error of about 2^-21.
- * Floor: 4 * D * rows * keys
- * floating-point operations at the rate of mma.sync, and in the sparse kernel D * 2 bytes a (row, slot) written and
- * read again. Measured on an H200, bf16, D = 128, all kernels included: heads 64/4/4/1, k = 16, random selection,
- * 65,536 tokens: 25.7 ms, 163 TFLOP/s, of which the combination takes a fifth; 16/2/4/1, 16,384 tokens: 1.44 ms, 191
- * TFLOP/s; dense, 64/4/4/1, 16,384 tokens: 13.9 ms, 315 TFLOP/s. The warps wait for their own results more than for
- * memory: registers allow two a scheduler. */
+ * Floor: 4 * D * rows * keys floating-point operations at the rate of mma.sync, and in the sparse kernel D * 2 bytes a
+ * (row, slot) written and read again. Measured on an H200, bf16, D = 128, all kernels included: heads 64/4/4/1, k = 16,
+ * random selection, 65,536 tokens: 25.7 ms, 163 TFLOP/s, of which the combination takes a fifth; 16/2/4/1, 16,384
+ * tokens: 1.44 ms, 191 TFLOP/s; dense, 64/4/4/1, 16,384 tokens: 13.9 ms, 315 TFLOP/s. The warps wait for their own
+ * results more than for memory: registers allow two a scheduler. */
 #include <math_constants.h>
 
 #include "portable_parts.cuh"
