@@ -20,6 +20,7 @@
  *  - A call returns a status. On an error nothing has been written to any output, and fmsa_last_error() gives a
  *    sentence that names the argument, what was given and what is allowed.
  *  - A call may run on any thread; two calls may run at once if they share no output and no workspace.
+ *  - Outputs share no memory with each other, with inputs, or with workspace and schedule.
  *  - Offsets are 64-bit throughout. Strides count elements, sizes count bytes, lengths count tokens.
  */
 #ifndef FLASHMSA_H
@@ -32,9 +33,7 @@
 extern "C" {
 #endif
 
-#if defined(FMSA_STATIC)
-#define FMSA_API
-#elif defined(__GNUC__)
+#if defined(__GNUC__)
 #define FMSA_API __attribute__((visibility("default")))
 #else
 #define FMSA_API
@@ -64,7 +63,8 @@ typedef enum fmsa_status {
 /* The status as it is spelled above; "unknown status" for any other number. Never NULL. */
 FMSA_API const char *fmsa_status_name(fmsa_status status);
 
-/* The sentence of this thread's last call that failed; "" when none has. Valid until this thread's next call. */
+/* The sentence of this thread's last call that failed, whether or not others have succeeded since; "" when none has.
+ * The text is overwritten by this thread's next call that fails. */
 FMSA_API const char *fmsa_last_error(void);
 
 /* ---- Types -------------------------------------------------------------------------------------------------- */
@@ -124,7 +124,9 @@ typedef struct fmsa_tensor {
  * A fragment may be empty, and must not have fewer keys than queries. Query ranges ascend and do not overlap; k_begin
  * never decreases; key ranges either start together (and then share their key blocks and add up their gradients) or do
  * not overlap. Rows in no fragment are never read; they get output 0, LSE -inf, block index -1 and gradient 0.
- * The four arrays live where the tensors live, and on CUDA may change between replays of a graph.
+ * The four arrays live where the tensors live, and on CUDA may change between replays of a graph. Arrays that break
+ * these rules are an error on the CPU; on CUDA, where reading them would synchronise, all rows then count as in no
+ * fragment (see FMSA_FLAG_CHECK_FRAGMENTS).
  *
  * Key block b of a fragment is the keys at positions [b * block_size, (b + 1) * block_size). */
 typedef struct fmsa_config {
@@ -163,7 +165,7 @@ typedef struct fmsa_config {
                              limit makes it work in smaller chunks; one below the least possible is an error */
 } fmsa_config;
 
-/* Sets every field of the first struct_size bytes to its default. */
+/* Sets every field of the first struct_size bytes, sizeof(fmsa_config) of the caller, to its default. */
 FMSA_API void fmsa_config_init(fmsa_config *config, size_t struct_size);
 
 /* Everything an operation reads or writes. Each operation says which fields it uses; it ignores the others.
@@ -212,7 +214,8 @@ FMSA_API fmsa_status fmsa_select(const fmsa_config *config, const fmsa_tensors *
 
 /* block_indices -> schedule: for each key block the ascending tokens that chose it, in a form the next four reuse.
  * block_indices may come from elsewhere: any order, distinct within a row, -1 anywhere. A block that is out of range or
- * in the future is an error on the CPU and ignored on CUDA; so is a duplicate. An error in dense mode. */
+ * in the future is an error on the CPU and ignored on CUDA; so is a duplicate. An error in dense mode. The schedule is
+ * for the fragments it was made with: an operation that finds others is an error on the CPU. */
 FMSA_API fmsa_status fmsa_schedule(const fmsa_config *config, const fmsa_tensors *tensors, void *workspace,
                                    size_t workspace_bytes);
 

@@ -138,6 +138,15 @@ static fmsa_status check_tensor(const fmsa_problem *problem, const fmsa_backend 
                          "%s: %s has row_stride %lld and head_stride %lld; strides must not be negative",
                          operation->name, f->name, (long long)t->row_stride, (long long)t->head_stride);
     }
+    const double extent =
+        ((double)(rows - 1) * (double)t->row_stride + (double)(heads - 1) * (double)t->head_stride) * (double)element;
+    if (extent > 0x1p62) {
+        return fmsa_fail(
+            FMSA_ERROR_ARGUMENT,
+            "%s: %s has row_stride %lld and head_stride %lld; %lld x %lld rows would span more than 2^62 bytes",
+            operation->name, f->name, (long long)t->row_stride, (long long)t->head_stride, (long long)rows,
+            (long long)heads);
+    }
     const bool has_head_dim = f->dim == DIM_MAIN || f->dim == DIM_PROXY;
     const size_t alignment = has_head_dim && backend->tensor_alignment > element ? backend->tensor_alignment : element;
     if (!is_aligned(t->data, alignment)) {
@@ -229,9 +238,14 @@ static fmsa_status run(const fmsa_config *config, const fmsa_tensors *tensors, v
     if (status != FMSA_OK) return status;
     const signature *s = &signatures[operation];
     const fmsa_config *c = &problem.config;
-    if (tensors == NULL || tensors->struct_size != sizeof *tensors) {
-        return fmsa_fail(FMSA_ERROR_ARGUMENT, "%s: tensors->struct_size is %zu; this library (" VERSION ") knows %zu",
-                         s->name, tensors == NULL ? (size_t)0 : tensors->struct_size, sizeof *tensors);
+    if (tensors == NULL) {
+        return fmsa_fail(FMSA_ERROR_ARGUMENT, "%s: tensors is NULL; it must point to a fmsa_tensors", s->name);
+    }
+    if (tensors->struct_size != sizeof *tensors) {
+        return fmsa_fail(FMSA_ERROR_ARGUMENT,
+                         "%s: tensors->struct_size is %zu; this library (" VERSION ") knows a fmsa_tensors of %zu "
+                         "bytes: set struct_size to sizeof(fmsa_tensors), and compile against this library's header",
+                         s->name, tensors->struct_size, sizeof *tensors);
     }
     const bool selects = operation == FMSA_OPERATION_SELECT || operation == FMSA_OPERATION_SCHEDULE;
     if (selects && c->mode == FMSA_MODE_DENSE) {

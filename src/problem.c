@@ -9,6 +9,7 @@
 enum { MAX_HEADS = 1 << 14, MAX_HEAD_DIM = 256, MIN_BLOCK_SIZE = 16, MAX_BLOCK_SIZE = 1 << 16, MAX_THREADS = 1024 };
 
 void fmsa_config_init(fmsa_config *config, size_t struct_size) {
+    if (config == NULL) return;
     fmsa_config defaults;
     memset(&defaults, 0, sizeof defaults);
     defaults.struct_size = struct_size;

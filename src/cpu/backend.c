@@ -92,6 +92,10 @@ static fmsa_status open_call(fmsa_cpu_call *call, fmsa_operation operation, cons
     if (problem->config.mode == FMSA_MODE_SPARSE && operation != FMSA_OPERATION_SELECT) {
         fmsa_cpu_arena schedule = {tensors->schedule, 0};
         call->schedule = fmsa_cpu_take_schedule(problem, &schedule);
+        if (operation != FMSA_OPERATION_SCHEDULE && *call->schedule.stamp != fmsa_cpu_schedule_stamp(problem)) {
+            return fmsa_fail(FMSA_ERROR_ARGUMENT,
+                             "schedule was not made by fmsa_schedule for these shapes and fragments");
+        }
     }
     fmsa_cpu_fill_geometry(problem, &call->shared.geometry);
     return FMSA_OK;

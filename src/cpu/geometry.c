@@ -15,9 +15,27 @@ fmsa_cpu_geometry fmsa_cpu_take_geometry(const fmsa_problem *problem, fmsa_cpu_a
 fmsa_cpu_schedule fmsa_cpu_take_schedule(const fmsa_problem *problem, fmsa_cpu_arena *arena) {
     const fmsa_config *c = &problem->config;
     fmsa_cpu_schedule schedule;
+    schedule.stamp = fmsa_cpu_take(arena, 1, sizeof(uint64_t));
     schedule.begin = fmsa_cpu_take(arena, c->num_proxy_heads * (problem->max_key_blocks + 1), sizeof(int64_t));
     schedule.rows = fmsa_cpu_take(arena, c->num_proxy_heads * c->total_q * problem->slots, sizeof(int32_t));
     return schedule;
+}
+
+/* A step of FNV-1a, taking 64 bits at a time. */
+static uint64_t mix(uint64_t hash, int64_t value) {
+    return (hash ^ (uint64_t)value) * 0x100000001b3u;
+}
+
+uint64_t fmsa_cpu_schedule_stamp(const fmsa_problem *problem) {
+    const fmsa_config *c = &problem->config;
+    const int64_t shape[] = {c->num_proxy_heads, c->block_size, problem->slots,
+                             c->total_q,         c->total_k,    c->num_fragments};
+    uint64_t hash = 0xcbf29ce484222325u;
+    for (size_t i = 0; i < sizeof shape / sizeof *shape; i++)
+        hash = mix(hash, shape[i]);
+    for (int64_t f = 0; f < c->num_fragments; f++)
+        hash = mix(mix(mix(mix(hash, c->q_begin[f]), c->q_end[f]), c->k_begin[f]), c->k_end[f]);
+    return hash;
 }
 
 void fmsa_cpu_fill_geometry(const fmsa_problem *problem, fmsa_cpu_geometry *geometry) {

@@ -19,8 +19,9 @@ typedef struct fmsa_cpu_geometry {
 /* The reverse index that fmsa_schedule writes into the caller's memory: for each (proxy head p, block id b) the
  * ascending query rows that chose it, rows[begin[p * (NB + 1) + b]] up to rows[begin[p * (NB + 1) + b + 1]]. */
 typedef struct fmsa_cpu_schedule {
-    int64_t *begin; /* [Hp * (NB + 1)] */
-    int32_t *rows;  /* [Hp * Tq * slots] */
+    uint64_t *stamp; /* [1] fmsa_cpu_schedule_stamp of the call that wrote it */
+    int64_t *begin;  /* [Hp * (NB + 1)] */
+    int32_t *rows;   /* [Hp * Tq * slots] */
 } fmsa_cpu_schedule;
 
 /* The rows of a chunk that belong to one document. */
@@ -41,6 +42,10 @@ typedef struct fmsa_cpu_list {
 fmsa_cpu_geometry fmsa_cpu_take_geometry(const fmsa_problem *problem, fmsa_cpu_arena *arena);
 void fmsa_cpu_fill_geometry(const fmsa_problem *problem, fmsa_cpu_geometry *geometry);
 fmsa_cpu_schedule fmsa_cpu_take_schedule(const fmsa_problem *problem, fmsa_cpu_arena *arena);
+
+/* A hash of the shapes and fragments that a schedule depends on, to notice one that was made for others or not at all:
+ * the backward operations would wait for ever for rows that never come. */
+uint64_t fmsa_cpu_schedule_stamp(const fmsa_problem *problem);
 
 /* The first fragment that ends behind a row; num_fragments when there is none. */
 int64_t fmsa_cpu_find_fragment(const fmsa_problem *problem, int64_t row);

@@ -129,5 +129,6 @@ fmsa_status fmsa_cpu_schedule_run(const fmsa_cpu_call *call) {
 #pragma omp parallel for num_threads(call->plan.threads) schedule(dynamic, 1)
     for (int32_t p = 0; p < call->problem->config.num_proxy_heads; p++)
         index_proxy_head(call, p);
+    *call->schedule.stamp = fmsa_cpu_schedule_stamp(call->problem);
     return FMSA_OK;
 }

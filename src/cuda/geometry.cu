@@ -33,6 +33,14 @@ struct fragments {
         const int32_t first = first_key(f);
         return cut(k_end[f], first, first + min(max_keys, total_k - first));
     }
+
+    /* Whether f breaks the rules of the public header; the fragments before it have keys up to keys_before. */
+    __device__ bool breaks_rules(int f, int32_t keys_before) const {
+        const bool in_order = f == 0 || q_begin[f] >= q_end[f - 1];
+        const bool document = f == 0 || k_begin[f] == k_begin[f - 1] || k_begin[f] >= keys_before;
+        const bool has_keys = key_end(f) - first_key(f) >= (int64_t)q_end[f] - q_begin[f];
+        return !in_order || !document || !has_keys || q_begin[f] > q_end[f] || k_begin[f] > k_end[f];
+    }
 };
 
 /* The first of 0 ... count - 1 that the predicate holds for, or count: false must not follow true. */
@@ -61,6 +69,7 @@ __device__ int32_t blocks_to(int32_t key_end, int32_t k_begin, int32_t block_siz
 __global__ void __launch_bounds__(scan_threads)
     scan_fragments(fragments fragments, fmsa_cuda_geometry geometry, int32_t max_blocks, int32_t block_size) {
     int32_t keys_so_far = 0, blocks_so_far = 0;
+    bool broken = false;
     for (int64_t tile = 0; tile < fragments.count; tile += scan_threads * fragments_per_thread) {
         const int64_t begin = tile + threadIdx.x * fragments_per_thread;
         const int first = (int)min(begin, (int64_t)fragments.count);
@@ -74,6 +83,7 @@ __global__ void __launch_bounds__(scan_threads)
         for (int f = first; f < end; f++) {
             const int32_t k_begin = fragments.first_key(f), previous_end = key_end;
             const bool same_document = f > 0 && fragments.first_key(f - 1) == k_begin;
+            broken |= fragments.breaks_rules(f, previous_end);
             key_end = max(key_end, fragments.key_end(f));
             const int32_t seen = same_document ? blocks_to(previous_end, k_begin, block_size) : 0;
             geometry.fragment_key_end[f] = key_end;
@@ -88,7 +98,8 @@ __global__ void __launch_bounds__(scan_threads)
         keys_so_far = max(keys_so_far, tile_greatest);
         blocks_so_far = min(blocks_so_far + tile_blocks, max_blocks);
     }
-    if (threadIdx.x == 0) *geometry.num_blocks = blocks_so_far;
+    broken = __syncthreads_or(broken);
+    if (threadIdx.x == 0) *geometry.num_blocks = broken ? 0 : blocks_so_far;
 }
 
 /* Blocks of f's document that fragments before f see. */
@@ -140,9 +151,7 @@ __device__ void fill_row(const fragments &fragments, const fmsa_cuda_geometry &g
         const int32_t keys = fragments.key_end(f) - fragments.first_key(f);
         position = max(keys - (fragments.query_end(f) - row), -1);
         first_block = document_first_block(fragments, geometry, f, block_size);
-        /* Never needed by fragments that obey the rules. */
-        const int64_t positions = (int64_t)(*geometry.num_blocks - first_block) * block_size;
-        position = (int32_t)min((int64_t)position, positions - 1);
+        if (first_block >= *geometry.num_blocks) position = -1; /* the fragments break the rules */
     }
     geometry.row_position[row] = position;
     geometry.row_first_block[row] = position < 0 ? 0 : first_block;

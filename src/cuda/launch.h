@@ -24,21 +24,33 @@ fmsa_status fmsa_cuda_status(const char *what, cudaError_t error);
 
 namespace fmsa {
 
-/* Starts a kernel with `shared` bytes of dynamic shared memory. An empty grid starts nothing. */
+/* Dynamic shared memory of a launch, and the most that any launch of the same kernel takes. The runtime keeps one limit
+ * a kernel, which each launch sets anew: always to the same value, so that launches on other threads find theirs. */
+struct shared_memory {
+    size_t bytes, most;
+
+    shared_memory(size_t always) : bytes(always), most(always) {
+    }
+    shared_memory(size_t bytes, size_t most) : bytes(bytes), most(most) {
+    }
+};
+
+/* Starts a kernel. An empty grid starts nothing. */
 template <typename... Parameters, typename... Arguments>
-fmsa_status launch(const char *name, void (*kernel)(Parameters...), dim3 grid, unsigned threads, size_t shared,
+fmsa_status launch(const char *name, void (*kernel)(Parameters...), dim3 grid, unsigned threads, shared_memory shared,
                    cudaStream_t stream, Arguments... arguments) {
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) return FMSA_OK;
     /* Without asking, a block gets 48 KB, its static shared memory included. */
-    if (shared > 32 * 1024) {
-        const fmsa_status status = fmsa_cuda_status(
-            name, cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
+    if (shared.most > 32 * 1024) {
+        const fmsa_status status =
+            fmsa_cuda_status(name, cudaFuncSetAttribute((const void *)kernel,
+                                                        cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared.most));
         if (status != FMSA_OK) return status;
     }
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
     config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = shared;
+    config.dynamicSmemBytes = shared.bytes;
     config.stream = stream;
     return fmsa_cuda_status(name, cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
 }

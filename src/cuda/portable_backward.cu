@@ -351,7 +351,8 @@ static fmsa_status launch_backward(const fmsa_problem *problem, const backward_p
     constexpr int most_keys = most_gradient_keys<T>, other_bytes = sizeof(row_data<rows>[ring]) + 256;
     static_assert(shared_bytes(most_keys) + other_bytes <= most_shared_bytes, "it must run on every card");
     static_assert(tile<T, D>::bytes(most_keys) <= 4 * tile<T, D>::bytes(rows), "V passes through Q's and dO's stages");
-    return launch("backward", backward_kernel<T, D>, grid, keys * 2, shared_bytes(keys), stream, p);
+    return launch("backward", backward_kernel<T, D>, grid, keys * 2,
+                  shared_memory(shared_bytes(keys), shared_bytes(most_keys)), stream, p);
 }
 
 static rounding make_rounding(const fmsa_problem *problem, const float *sums, const fmsa_tensor &out) {

@@ -608,7 +608,7 @@ fmsa_status attend_chunk(const fmsa_problem *problem, const attention &a, const 
         constexpr int other_bytes = sizeof(row_data<shape<T>::rows>[2][warps]) + 256;
         constexpr int most_keys = sizeof(T) == 2 ? 128 : shape<T>::step;
         static_assert(shared_bytes(most_keys) + other_bytes <= most_shared_bytes, "it must run on every card");
-        const size_t shared = shared_bytes(p.w.share_keys);
+        const shared_memory shared(shared_bytes(p.w.share_keys), shared_bytes(most_keys));
         fmsa_status status = cut_shares(problem, p.w, schedule.num_items, stream);
         if (status == FMSA_OK) {
             status = launch("sparse forward", sparse_kernel<T, D>, grid, threads, shared, stream, p);

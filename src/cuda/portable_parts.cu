@@ -16,7 +16,9 @@ fmsa_status plan_chunk(const fmsa_problem *problem, const char *operation, size_
                          c->scratch_limit, operation, least_bytes);
     }
     const size_t limit = c->scratch_limit != 0 ? c->scratch_limit : fixed_bytes + gaps + usual_bytes;
-    const size_t room = limit - fixed_bytes - gaps;
+    /* Results of a chunk are numbered in 32 bits, and each takes at least 4 bytes. */
+    constexpr size_t most_room = size_t(INT32_MAX) * 4;
+    const size_t left = limit - fixed_bytes - gaps, room = left < most_room ? left : most_room;
     const int64_t segment = int64_t(1) << fmsa_cuda_segment_shift(problem);
     const int64_t fit = row_bytes == 0 ? c->total_q : static_cast<int64_t>(room / row_bytes);
     if (fit >= c->total_q) {

@@ -419,7 +419,8 @@ static fmsa_status launch_proxy(const fmsa_problem *problem, const proxy_paramet
     };
     constexpr int other_bytes = sizeof(token_data<rows>[ring]) + sizeof(float[stages][rows]) + 256;
     static_assert(shared_bytes(most_gradient_keys<T>) + other_bytes <= most_shared_bytes, "it must run on every card");
-    return launch("proxy loss", proxy_kernel<T, D>, grid, keys * 2, shared_bytes(keys), stream, p);
+    return launch("proxy loss", proxy_kernel<T, D>, grid, keys * 2,
+                  shared_memory(shared_bytes(keys), shared_bytes(most_gradient_keys<T>)), stream, p);
 }
 
 /* 1 / N; without queries N may be 0, and so is every sum. */

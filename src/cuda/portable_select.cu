@@ -510,7 +510,8 @@ fmsa_status make_plan(const fmsa_problem *problem, plan *plan) {
 
 template <typename T, int dim>
 fmsa_status launch_scores(const chunk &c, dim3 grid, cudaStream_t stream) {
-    const size_t shared = (size_t)c.block_size * dim * sizeof(T) * 2;
+    constexpr size_t key_bytes = dim * sizeof(T) * 2, most_block_size = 128;
+    const fmsa::shared_memory shared(c.block_size * key_bytes, most_block_size * key_bytes);
     return fmsa::launch("score_blocks", score_blocks<T, dim>, grid, score_threads, shared, stream, c);
 }
 

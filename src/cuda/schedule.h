@@ -17,8 +17,8 @@ extern "C" {
  * (fragments that share k_begin are one document) are numbered through: a *block id*. NB = problem->max_key_blocks,
  * n = num_fragments.
  *
- * Fragments that break the rules of the public header give wrong numbers, but every number stays in the range that its
- * comment names, so no kernel leaves its arrays: fragment ends are cut to Tq, Tk and max_seqlen_k. */
+ * Fragments that break the rules of the public header, once their ends are cut to Tq, Tk and max_seqlen_k, count as
+ * none at all: no block id is in use and every row is in no fragment. */
 typedef struct fmsa_cuda_geometry {
     int32_t *num_blocks;    /* [1]  block ids in use, at most NB; the rest of the [NB] arrays has empty ranges */
     int32_t *block_k_begin; /* [NB] first key row */

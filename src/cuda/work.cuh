@@ -246,7 +246,9 @@ __device__ __forceinline__ void end_turn(int32_t *turn, const share &s) {
     if (turn == nullptr) return;
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) atomicExch(turn, static_cast<int32_t>(s.before + s.count));
+    if (threadIdx.x != 0) return;
+    __threadfence(); /* what the barrier gathered, not only this thread's own sums */
+    atomicExch(turn, static_cast<int32_t>(s.before + s.count));
 }
 
 /* Adds a warp's sums of 16 keys, the first of which is `key` of the share. */

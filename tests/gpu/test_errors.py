@@ -8,6 +8,7 @@ from fmsa import (
     ARGUMENT,
     CHECK_FRAGMENTS,
     CUDA_ERROR,
+    DETERMINISTIC,
     POISON,
     SCHEDULE,
     SELECT,
@@ -85,20 +86,27 @@ def test_fragments_are_checked_on_request(fragments, word):
     assert (call.outputs["block_indices"] == -1).all()
 
 
+@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize(
     "fragments",
     [
+        [(0, 300, 0, 300)] * 3,
+        [(0, 100, 0, 100), (100, 200, 50, 250)],
         [(0, 100, 0, 100), (50, 200, 100, 250)],
         [(0, 100, 0, 60), (100, 7_000_000, -5, 2**31 - 1)],
         [(-(2**31), 2**31 - 1, -(2**31), 2**31 - 1)] * 3,
         [(200, 300, 200, 300), (0, 100, 0, 100)],
     ],
 )
-def test_wrong_fragments_stay_within_memory(fragments):
-    """Without the check the results are wrong, but nothing around the buffers is read or written."""
-    p = Problem(**{**GOOD, "fragments": fragments, "total_q": 300, "total_k": 300})
-    call = Call(p, make_inputs(Problem(**GOOD)))
-    call.step()
+def test_wrong_fragments_count_as_none(fragments, dense):
+    """Without the check all rows are in no fragment; deterministic mode, whose turns wait, ends as well."""
+    changes = {"fragments": fragments, "total_q": 300, "total_k": 300, "dense": dense, "flags": DETERMINISTIC}
+    call = Call(Problem(**{**GOOD, **changes}), make_inputs(Problem(**GOOD)))
+    outputs = call.step()
+    assert (outputs["lse"] == float("-inf")).all()
+    assert dense or (outputs["block_indices"] == -1).all()
+    for name in ("out", "dq", "dk", "dv", "dq_proxy", "dk_proxy", "kl"):
+        assert (outputs[name] == 0).all(), name
 
 
 def test_errors_leave_cuda_usable():

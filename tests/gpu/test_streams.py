@@ -76,7 +76,8 @@ def test_side_stream_while_the_default_stream_is_busy():
 
 
 def test_two_streams_and_two_threads_at_once():
-    problems = [problem((900, 124), flags=DETERMINISTIC), problem((200, 824), flags=DETERMINISTIC, top_k=5)]
+    both = {"flags": DETERMINISTIC, "dim": 128, "proxy_dim": 128}
+    problems = [problem((900, 124), block=128, **both), problem((200, 824), top_k=5, **both)]
     inputs = [make_inputs(p, seed=3) for p in problems]
     want = [{n: v.clone() for n, v in Call(p, x).step().items()} for p, x in zip(problems, inputs)]
     calls = [Call(p, x) for p, x in zip(problems, inputs)]
