@@ -45,6 +45,7 @@ bench: $(BUILD)/cpu/tools/flashmsa
 
 install: all
 	cmake --install $(BUILD)/release --prefix $(PREFIX)
+	@ldconfig 2>/dev/null || echo "Now run ldconfig as root, or set LD_LIBRARY_PATH, so that programs find the library."
 
 format:
 	clang-format -i $(FORMATTED)

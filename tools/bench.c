@@ -62,9 +62,14 @@ static const char usage[] =
     "  --repeats N         runs of each operation, of which the median counts (5)\n"
     "  --json FILE         write the figures there as well\n";
 
-static int fail(const char *message, const char *value) {
-    fprintf(stderr, "flashmsa bench: %s '%s'; see `flashmsa bench --help`\n", message, value);
+static int fail(const char *option, const char *value) {
+    fprintf(stderr, "flashmsa bench: %s is '%s', which it cannot be; see `flashmsa bench --help`\n", option, value);
     return 2;
+}
+
+static bool check_status(fmsa_status status) {
+    if (status != FMSA_OK) fprintf(stderr, "flashmsa bench: %s: %s\n", fmsa_status_name(status), fmsa_last_error());
+    return status == FMSA_OK;
 }
 
 static bool parse_count(const char *text, long long least, long long most, long long *value) {
@@ -75,12 +80,22 @@ static bool parse_count(const char *text, long long least, long long most, long 
 
 static bool parse_lengths(char *text, bench_options *options) {
     options->num_lengths = 0;
-    for (char *word = strtok(text, ","); word != NULL; word = strtok(NULL, ",")) {
+    for (char *word = text, *next = text; next != NULL; word = next) {
+        char *comma = strchr(word, ',');
+        next = comma == NULL ? NULL : comma + 1;
+        if (comma != NULL) *comma = '\0';
         long long length;
         if (options->num_lengths == MAX_LENGTHS || !parse_count(word, 1, INT32_MAX, &length)) return false;
         options->lengths[options->num_lengths++] = length;
     }
-    return options->num_lengths > 0;
+    return true;
+}
+
+static bool parse_heads(const char *text, fmsa_config *c) {
+    int read = 0;
+    return sscanf(text, "%d/%d/%d/%d%n", &c->num_heads, &c->num_kv_heads, &c->num_proxy_heads, &c->num_proxy_kv_heads,
+                  &read) == 4 &&
+           text[read] == '\0';
 }
 
 static bool parse_dtype(const char *text, fmsa_dtype *dtype) {
@@ -157,8 +172,7 @@ static int parse_options(int argc, char **argv, bench_options *options) {
             options->documents = count;
             break;
         case HEADS:
-            good = sscanf(optarg, "%d/%d/%d/%d", &c->num_heads, &c->num_kv_heads, &c->num_proxy_heads,
-                          &c->num_proxy_kv_heads) == 4;
+            good = parse_heads(optarg, c);
             break;
         case HEAD_DIM:
             good = parse_count(optarg, 1, 256, &count);
@@ -203,9 +217,18 @@ static int parse_options(int argc, char **argv, bench_options *options) {
             fputs(usage, stderr);
             return 2;
         }
-        if (!good) return fail("this value is out of range or not understood:", optarg);
+        if (!good) {
+            char option[32];
+            snprintf(option, sizeof option, "--%s", names[name].name);
+            return fail(option, optarg);
+        }
     }
-    if (optind < argc) return fail("unexpected argument", argv[optind]);
+    if (optind < argc) return fail("an argument", argv[optind]);
+    for (int i = 0; i < options->num_lengths; i++) {
+        if (options->documents > options->lengths[i]) return fail("--documents", "more than the tokens");
+    }
+    size_t bytes; /* any size will do: the call refuses shapes that do not fit together */
+    if (!check_status(fmsa_workspace_bytes(c, FMSA_OPERATION_FORWARD, &bytes))) return 2;
     return -1;
 }
 
@@ -276,11 +299,6 @@ static void make_fragments(bench_call *call, int64_t documents) {
     c->max_seqlen_k = c->total_k / documents + 1;
 }
 
-static bool check_status(fmsa_status status) {
-    if (status != FMSA_OK) fprintf(stderr, "flashmsa bench: %s: %s\n", fmsa_status_name(status), fmsa_last_error());
-    return status == FMSA_OK;
-}
-
 static bool make_workspace(bench_call *call) {
     size_t most = 0;
     for (int operation = 0; operation < FMSA_OPERATION_COUNT; operation++) {
@@ -301,7 +319,7 @@ static bool make_call(bench_call *call, const fmsa_tool_device *device, const be
     call->random_state = 0x9e3779b97f4a7c15u;
     fmsa_config *c = &call->config;
     c->total_q = c->total_k = length;
-    make_fragments(call, options->documents < length ? options->documents : length);
+    make_fragments(call, options->documents);
     fmsa_tensors *t = &call->tensors;
     t->struct_size = sizeof *t;
     const size_t element = dtype_bytes(c->dtype), real = c->dtype == FMSA_DTYPE_FP64 ? 8 : 4;
@@ -510,9 +528,7 @@ static void print_result(const bench_result *result, double sgemm) {
     printf("; %.0f ns a token with the schedule\n", step_nanoseconds(result));
 }
 
-static bool write_json(const char *path, const bench_options *options, const bench_result *results, double sgemm) {
-    FILE *file = fopen(path, "w");
-    if (file == NULL) return false;
+static bool write_json(FILE *file, const bench_options *options, const bench_result *results, double sgemm) {
     const fmsa_config *c = &options->config;
     char device[256] = "";
     fmsa_device_description(c->device, 0, device, sizeof device);
@@ -551,6 +567,11 @@ int fmsa_tool_bench(int argc, char **argv) {
         fprintf(stderr, "flashmsa bench: no CUDA device can be used here; see `flashmsa info`\n");
         return 1;
     }
+    FILE *json = options.json_path != NULL ? fopen(options.json_path, "w") : NULL;
+    if (options.json_path != NULL && json == NULL) {
+        fprintf(stderr, "flashmsa bench: cannot write %s\n", options.json_path);
+        return 1;
+    }
     double sgemm = 0;
     char description[256] = "";
     fmsa_device_description(options.config.device, 0, description, sizeof description);
@@ -572,7 +593,7 @@ int fmsa_tool_bench(int argc, char **argv) {
                (long long)options.lengths[options.num_lengths - 1], (long long)options.lengths[0],
                step_nanoseconds(&results[options.num_lengths - 1]) / step_nanoseconds(&results[0]));
     }
-    if (options.json_path != NULL && !write_json(options.json_path, &options, results, sgemm)) {
+    if (json != NULL && !write_json(json, &options, results, sgemm)) {
         fprintf(stderr, "flashmsa bench: cannot write %s\n", options.json_path);
         return 1;
     }
