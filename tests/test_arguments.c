@@ -238,6 +238,9 @@ static void test_tensors(void **state) {
             required[j]->row_stride = -64;
             check_refused(&f, operation, FMSA_ERROR_ARGUMENT, name, "row_stride -64");
             *required[j] = good;
+            required[j]->row_stride = INT64_C(1) << 60;
+            check_refused(&f, operation, FMSA_ERROR_ARGUMENT, name, "row_stride 1152921504606846976");
+            *required[j] = good;
             required[j]->head_stride = -8;
             check_refused(&f, operation, FMSA_ERROR_ARGUMENT, name, "head_stride -8");
             *required[j] = good;
@@ -321,6 +324,25 @@ static void test_schedule_memory(void **state) {
         f.call.tensors.schedule = (char *)f.call.schedule + 1;
         check_refused(&f, (fmsa_operation)i, FMSA_ERROR_ARGUMENT, "schedule", "multiple of");
         f.call.tensors.schedule = f.call.schedule;
+    }
+    close_fixture(&f);
+}
+
+/* A schedule that nobody wrote, and one that was written for other fragments. */
+static void test_schedule_of_another_call(void **state) {
+    (void)state;
+    fixture f;
+    open_fixture(&f, FMSA_DTYPE_FP32);
+    for (int i = FMSA_OPERATION_FORWARD; i < FMSA_OPERATION_COUNT; i++) {
+        check_refused(&f, (fmsa_operation)i, FMSA_ERROR_ARGUMENT, "schedule", "fragments");
+    }
+    assert_int_equal(fmsa_call_invoke(&f.call, FMSA_OPERATION_SCHEDULE, f.workspace, f.workspace_bytes), FMSA_OK);
+    assert_int_equal(fmsa_call_invoke(&f.call, FMSA_OPERATION_FORWARD, f.workspace, f.workspace_bytes), FMSA_OK);
+    f.call.config.num_fragments = 1;
+    for (int i = FMSA_OPERATION_FORWARD; i < FMSA_OPERATION_COUNT; i++) {
+        const fmsa_operation operation = (fmsa_operation)i;
+        assert_int_equal(fmsa_call_invoke(&f.call, operation, f.workspace, f.workspace_bytes), FMSA_ERROR_ARGUMENT);
+        assert_non_null(strstr(fmsa_last_error(), "schedule"));
     }
     close_fixture(&f);
 }
@@ -524,6 +546,7 @@ int main(void) {
         cmocka_unit_test(test_tensor_struct_and_kl),
         cmocka_unit_test(test_workspace),
         cmocka_unit_test(test_schedule_memory),
+        cmocka_unit_test(test_schedule_of_another_call),
         cmocka_unit_test(test_scratch_limit_below_the_least),
         cmocka_unit_test(test_selection_in_dense_mode),
         cmocka_unit_test(test_fragments),

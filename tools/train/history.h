@@ -14,9 +14,9 @@ typedef struct record {
     int64_t phase;  /* attention_phase of the last of them */
     double seconds; /* of this run, over all its resumptions */
     double learning_rate;
-    double training_loss;   /* nats a byte, mean since the record before */
+    double training_loss;   /* nats a byte, mean since the last record with one */
     double validation_loss; /* nats a byte */
-    double kl;              /* mean over layers and since the record before */
+    double kl;              /* mean over layers, likewise */
     double recall;          /* of the main attention's own top-k blocks, the share that the proxies chose */
     double mass;            /* share of the main attention's probability within the chosen blocks */
     double tokens_per_second;

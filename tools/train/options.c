@@ -1,6 +1,7 @@
 #include "options.h"
 
 #include <errno.h>
+#include <math.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -137,7 +138,7 @@ static bool parse_value(train_options *options, const option *o, const char *tex
         return true;
     case KIND_DOUBLE:
         *(double *)field = strtod(text, &end);
-        if (end != text && *end == 0 && *(double *)field >= 0) return true;
+        if (end != text && *end == 0 && *(double *)field >= 0 && isfinite(*(double *)field)) return true;
         return train_fail("%s takes a number from 0, not \"%s\"", o->name, text);
     case KIND_TEXT:
         *(const char **)field = text;
@@ -165,6 +166,8 @@ static bool check_combinations(train_options *o) {
     if (was_given(o, "--resume") && was_given(o, "--seconds")) {
         return train_fail("--seconds was given with --resume; the number of steps was fixed when the run began");
     }
+    if (was_given(o, "--seconds") && o->seconds == 0) return train_fail("--seconds is 0; it must be positive");
+    if (o->threads > 1024) return train_fail("--threads is %d; it must be at most 1024", (int)o->threads);
     if (o->seconds == 0) o->seconds = o->compare ? 120 : 60;
     return settings_check(&o->settings);
 }

@@ -59,17 +59,20 @@ bool run_record(run *r, bool evaluate) {
     const train_settings *s = &r->settings;
     const attention_phase phase = run_phase(r);
     const double steps = (double)r->sums.steps;
+    /* Where records crowd (one more evaluation at the end of the warm-up), the mean of few steps would show one batch.
+     */
+    const bool has_mean = r->sums.steps > 0 && (r->sums.steps >= s->evaluate_every / 10 || r->step == s->steps);
     record record = {.step = r->step,
                      .phase = phase,
                      .seconds = r->seconds,
                      .learning_rate =
                          optimizer_learning_rate(r->step > 0 ? r->step - 1 : 0, s->steps, s->learning_rate),
-                     .training_loss = r->sums.steps > 0 ? r->sums.training_loss / steps : NAN,
+                     .training_loss = has_mean ? r->sums.training_loss / steps : NAN,
                      .validation_loss = NAN,
-                     .kl = r->sums.steps > 0 && phase != PHASE_DENSE ? r->sums.kl / steps : NAN,
+                     .kl = has_mean && phase != PHASE_DENSE ? r->sums.kl / steps : NAN,
                      .recall = NAN,
                      .mass = NAN,
-                     .tokens_per_second = r->sums.steps > 0 ? steps * (double)r->model.rows / r->sums.seconds : NAN};
+                     .tokens_per_second = has_mean ? steps * (double)r->model.rows / r->sums.seconds : NAN};
     if (evaluate) {
         evaluation e;
         if (!evaluate_model(&r->model, phase, r->corpus, &e)) return false;
@@ -77,7 +80,7 @@ bool run_record(run *r, bool evaluate) {
         record.recall = e.recall;
         record.mass = e.mass;
     }
-    r->sums = (run_sums){0};
+    if (has_mean) r->sums = (run_sums){0};
     history_add(&r->history, &record);
     return true;
 }
