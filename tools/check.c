@@ -261,6 +261,11 @@ static int set_option(options *o, const char *option, const char *value) {
 static int parse_options(options *o, int argc, char **argv) {
     *o = (options){.device = {FMSA_DEVICE_CPU}, .cases = 50, .seed = 1, .dtypes = {true, true, true, true}};
     for (int i = 1; i < argc; i += 2) {
+        if (strncmp(argv[i], "--", 2) != 0) {
+            fprintf(stderr, "flashmsa check: unexpected argument '%s'\n\n", argv[i]);
+            print_usage(stderr);
+            return 2;
+        }
         if (i + 1 == argc) {
             fprintf(stderr, "flashmsa check: '%s' needs a value\n", argv[i]);
             return 2;

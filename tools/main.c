@@ -29,6 +29,13 @@ static void print_usage(FILE *stream) {
     fprintf(stream, "\n`flashmsa COMMAND --help` lists the options of a command.\n");
 }
 
+/* Output that could not be written, to a full disk say, is a failure. */
+static int close_output(int exit_code) {
+    if (fflush(stdout) == 0 && !ferror(stdout)) return exit_code;
+    perror("flashmsa: standard output");
+    return exit_code == 0 ? 1 : exit_code;
+}
+
 int main(int argc, char **argv) {
     if (argc < 2) {
         print_usage(stderr);
@@ -44,7 +51,7 @@ int main(int argc, char **argv) {
         return 0;
     }
     for (int i = 0; i < SUBCOMMANDS; i++) {
-        if (strcmp(name, subcommands[i].name) == 0) return subcommands[i].run(argc - 1, argv + 1);
+        if (strcmp(name, subcommands[i].name) == 0) return close_output(subcommands[i].run(argc - 1, argv + 1));
     }
     fprintf(stderr, "flashmsa: there is no command '%s'\n\n", name);
     print_usage(stderr);
