@@ -8,5 +8,5 @@ cmake -S . -B build/fuzz -DCMAKE_C_COMPILER=clang -DFLASHMSA_CUDA=OFF -DFLASHMSA
     -DFLASHMSA_FUZZ=ON >/dev/null
 cmake --build build/fuzz -j "$(nproc)" --target fuzz_geometry
 mkdir -p build/fuzz/corpus
-build/fuzz/tests/fuzz/fuzz_geometry -max_total_time="$seconds" -timeout=20 -artifact_prefix=build/fuzz/ build/fuzz/corpus \
+build/fuzz/tests/fuzz_geometry -max_total_time="$seconds" -timeout=20 -artifact_prefix=build/fuzz/ build/fuzz/corpus \
     tests/fuzz/corpus 2>&1 | tail -n 5
