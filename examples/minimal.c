@@ -9,9 +9,13 @@
 
 enum { TOKENS = 1000, HEADS = 8, KV_HEADS = 2, PROXY_HEADS = 2, PROXY_KV_HEADS = 1, DIM = 64, TOP_K = 4 };
 
+static void *allocations[32];
+static int allocation_count;
+
 static void *allocate(size_t bytes) {
     void *memory = aligned_alloc(64, (bytes + 63) / 64 * 64 + 64);
     if (memory == NULL) exit(1);
+    allocations[allocation_count++] = memory;
     return memory;
 }
 
@@ -40,7 +44,6 @@ static void run(operation *function, fmsa_operation number, const fmsa_config *c
     check(fmsa_workspace_bytes(config, number, &bytes));
     void *workspace = allocate(bytes);
     check(function(config, tensors, workspace, bytes));
-    free(workspace);
 }
 
 int main(void) {
@@ -79,5 +82,7 @@ int main(void) {
     printf("The last token reads blocks %d %d %d; KL %.4f, out %.4f, dq %.4f, dk_proxy %.2e\n", blocks[0], blocks[1],
            blocks[2], kl, ((float *)t.out.data)[last * HEADS * DIM], ((float *)t.dq.data)[last * HEADS * DIM],
            ((float *)t.dk_proxy.data)[last * PROXY_KV_HEADS * DIM]);
+    for (int i = 0; i < allocation_count; i++)
+        free(allocations[i]);
     return 0;
 }
