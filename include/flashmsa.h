@@ -101,7 +101,9 @@ enum {
      * The CPU always checks them. */
     FMSA_FLAG_CHECK_FRAGMENTS = 1 << 2,
     /* Write dk, dv and dk_proxy as fp32 whatever dtype is, for callers that sum them over ranks. Not with FP64. */
-    FMSA_FLAG_FP32_KV_GRADS = 1 << 3
+    FMSA_FLAG_FP32_KV_GRADS = 1 << 3,
+    /* On CUDA, use the portable kernels even where the card has faster ones: to compare the two. */
+    FMSA_FLAG_PORTABLE = 1 << 4
 };
 
 /* A view of [rows, heads, dim]: element (row, head, i) is data[row * row_stride + head * head_stride + i]. The last

@@ -73,8 +73,8 @@ static fmsa_status check_choices(const fmsa_config *c) {
     TRY(check_range("num_threads", c->num_threads, 0, MAX_THREADS));
     TRY(check_range("dtype", c->dtype, FMSA_DTYPE_BF16, FMSA_DTYPE_FP64));
     TRY(check_range("mode", c->mode, FMSA_MODE_SPARSE, FMSA_MODE_DENSE));
-    const uint32_t known_flags =
-        FMSA_FLAG_DETERMINISTIC | FMSA_FLAG_SELECT_FP8 | FMSA_FLAG_CHECK_FRAGMENTS | FMSA_FLAG_FP32_KV_GRADS;
+    const uint32_t known_flags = FMSA_FLAG_DETERMINISTIC | FMSA_FLAG_SELECT_FP8 | FMSA_FLAG_CHECK_FRAGMENTS |
+                                 FMSA_FLAG_FP32_KV_GRADS | FMSA_FLAG_PORTABLE;
     if (c->flags & ~known_flags) {
         return fmsa_fail(FMSA_ERROR_ARGUMENT, "flags is 0x%x; only the bits 0x%x have a meaning", c->flags,
                          known_flags);

@@ -10,6 +10,9 @@
 #include "portable.h"
 #include "schedule.h"
 #include "select.h"
+#ifdef FMSA_WITH_SM90
+#include "sm90.h"
+#endif
 
 enum { LEAST_CAPABILITY = 80, MAX_TOP_K = 128 };
 
@@ -75,13 +78,20 @@ static fmsa_status check_device(int32_t index) {
     return FMSA_OK;
 }
 
+static const char *family_name(int capability) {
+    if (capability < LEAST_CAPABILITY) return "too old for flashmsa";
+#ifdef FMSA_WITH_SM90
+    if (capability == 90) return "Hopper kernels";
+#endif
+    return "portable kernels";
+}
+
 static fmsa_status device_description(int32_t index, char *text, size_t size) {
     struct cudaDeviceProp properties;
     FMSA_TRY(fmsa_cuda_status("reading the device's properties", cudaGetDeviceProperties(&properties, index)));
     const int capability = properties.major * 10 + properties.minor;
     snprintf(text, size, "%s, compute capability %d.%d, %.1f GiB, %s", properties.name, properties.major,
-             properties.minor, (double)properties.totalGlobalMem / (1 << 30),
-             capability < LEAST_CAPABILITY ? "too old for flashmsa" : "portable kernels");
+             properties.minor, (double)properties.totalGlobalMem / (1 << 30), family_name(capability));
     return FMSA_OK;
 }
 
@@ -121,9 +131,51 @@ static fmsa_status check(const fmsa_problem *problem, fmsa_operation operation) 
     return check_device(problem->config.device_index);
 }
 
-/* ---- Operations ---------------------------------------------------------------------------------------------- */
+/* ---- Kernel families ----------------------------------------------------------------------------------------- */
 
-typedef fmsa_status run_function(const fmsa_problem *, const fmsa_tensors *, void *, size_t, cudaStream_t);
+/* An operation as one family has it. */
+typedef struct implementation {
+    bool (*takes)(const fmsa_problem *); /* NULL: every problem */
+    fmsa_status (*workspace_bytes)(const fmsa_problem *, size_t *);
+    fmsa_status (*run)(const fmsa_problem *, const fmsa_tensors *, void *, size_t, cudaStream_t);
+} implementation;
+
+#define PORTABLE(name) {NULL, fmsa_portable_##name##_workspace_bytes, fmsa_portable_##name}
+static const implementation portable[FMSA_OPERATION_COUNT] = {
+    [FMSA_OPERATION_SELECT] = PORTABLE(select),
+    [FMSA_OPERATION_SCHEDULE] = PORTABLE(schedule),
+    [FMSA_OPERATION_FORWARD] = PORTABLE(forward),
+    [FMSA_OPERATION_PROXY_LOSS] = PORTABLE(proxy_loss),
+    [FMSA_OPERATION_BACKWARD] = PORTABLE(backward),
+    [FMSA_OPERATION_BACKWARD_WITH_PROXY] = PORTABLE(backward_with_proxy),
+};
+#undef PORTABLE
+
+#ifdef FMSA_WITH_SM90
+#define SM90(name) {fmsa_sm90_takes_##name, fmsa_sm90_##name##_workspace_bytes, fmsa_sm90_##name}
+/* The schedule is one for all families. */
+static const implementation sm90[FMSA_OPERATION_COUNT] = {{NULL, NULL, NULL}};
+#undef SM90
+#endif
+
+/* The fastest implementation that takes the problem on its device. */
+static fmsa_status choose(const fmsa_problem *problem, fmsa_operation operation, const implementation **chosen) {
+    *chosen = &portable[operation];
+#ifdef FMSA_WITH_SM90
+    const fmsa_config *c = &problem->config;
+    const implementation *hopper = &sm90[operation];
+    if (hopper->run == NULL || (c->flags & FMSA_FLAG_PORTABLE) || !hopper->takes(problem)) return FMSA_OK;
+    int device = c->device_index, capability;
+    if (device == -1) FMSA_TRY(fmsa_cuda_status("reading the current device", cudaGetDevice(&device)));
+    FMSA_TRY(compute_capability(device, &capability));
+    if (capability == 90) *chosen = hopper;
+#else
+    (void)problem;
+#endif
+    return FMSA_OK;
+}
+
+/* ---- Operations ---------------------------------------------------------------------------------------------- */
 
 /* Copies the fragments to the host and checks them there. */
 static fmsa_status check_fragments(const fmsa_problem *problem, cudaStream_t stream) {
@@ -153,17 +205,19 @@ static fmsa_status check_fragments(const fmsa_problem *problem, cudaStream_t str
 }
 
 /* Runs an operation on the caller's device and stream, and leaves the thread's current device as it was. */
-static fmsa_status run_on_device(run_function *run, const fmsa_problem *problem, const fmsa_tensors *tensors,
-                                 void *workspace, size_t workspace_bytes) {
+static fmsa_status run(fmsa_operation operation, const fmsa_problem *problem, const fmsa_tensors *tensors,
+                       void *workspace, size_t workspace_bytes) {
     const fmsa_config *c = &problem->config;
     const cudaStream_t stream = c->stream;
+    const implementation *chosen;
+    FMSA_TRY(choose(problem, operation, &chosen));
     int previous = 0;
     FMSA_TRY(fmsa_cuda_status("reading the current device", cudaGetDevice(&previous)));
     const bool moves = c->device_index != -1 && c->device_index != previous;
     if (moves) FMSA_TRY(fmsa_cuda_status("choosing the device", cudaSetDevice(c->device_index)));
     fmsa_status status = FMSA_OK;
     if (c->flags & FMSA_FLAG_CHECK_FRAGMENTS) status = check_fragments(problem, stream);
-    if (status == FMSA_OK) status = run(problem, tensors, workspace, workspace_bytes, stream);
+    if (status == FMSA_OK) status = chosen->run(problem, tensors, workspace, workspace_bytes, stream);
     if (moves) {
         const fmsa_status restored = fmsa_cuda_status("restoring the current device", cudaSetDevice(previous));
         if (status == FMSA_OK) status = restored;
@@ -171,17 +225,17 @@ static fmsa_status run_on_device(run_function *run, const fmsa_problem *problem,
     return status;
 }
 
-#define OPERATION(name)                                                                                                \
+#define OPERATION(name, operation)                                                                                     \
     static fmsa_status run_##name(const fmsa_problem *problem, const fmsa_tensors *tensors, void *workspace,           \
                                   size_t workspace_bytes) {                                                            \
-        return run_on_device(fmsa_portable_##name, problem, tensors, workspace, workspace_bytes);                      \
+        return run(operation, problem, tensors, workspace, workspace_bytes);                                           \
     }
-OPERATION(select)
-OPERATION(schedule)
-OPERATION(forward)
-OPERATION(proxy_loss)
-OPERATION(backward)
-OPERATION(backward_with_proxy)
+OPERATION(select, FMSA_OPERATION_SELECT)
+OPERATION(schedule, FMSA_OPERATION_SCHEDULE)
+OPERATION(forward, FMSA_OPERATION_FORWARD)
+OPERATION(proxy_loss, FMSA_OPERATION_PROXY_LOSS)
+OPERATION(backward, FMSA_OPERATION_BACKWARD)
+OPERATION(backward_with_proxy, FMSA_OPERATION_BACKWARD_WITH_PROXY)
 #undef OPERATION
 
 static fmsa_status schedule_bytes(const fmsa_problem *problem, size_t *bytes) {
@@ -190,24 +244,9 @@ static fmsa_status schedule_bytes(const fmsa_problem *problem, size_t *bytes) {
 }
 
 static fmsa_status workspace_bytes(const fmsa_problem *problem, fmsa_operation operation, size_t *bytes) {
-    switch (operation) {
-    case FMSA_OPERATION_SELECT:
-        return fmsa_portable_select_workspace_bytes(problem, bytes);
-    case FMSA_OPERATION_SCHEDULE:
-        return fmsa_portable_schedule_workspace_bytes(problem, bytes);
-    case FMSA_OPERATION_FORWARD:
-        return fmsa_portable_forward_workspace_bytes(problem, bytes);
-    case FMSA_OPERATION_PROXY_LOSS:
-        return fmsa_portable_proxy_loss_workspace_bytes(problem, bytes);
-    case FMSA_OPERATION_BACKWARD:
-        return fmsa_portable_backward_workspace_bytes(problem, bytes);
-    case FMSA_OPERATION_BACKWARD_WITH_PROXY:
-        return fmsa_portable_backward_with_proxy_workspace_bytes(problem, bytes);
-    case FMSA_OPERATION_COUNT:
-        break;
-    }
-    return fmsa_fail(FMSA_ERROR_ARGUMENT, "operation is %d; it must lie in 0 ... %d", (int)operation,
-                     FMSA_OPERATION_COUNT - 1);
+    const implementation *chosen;
+    FMSA_TRY(choose(problem, operation, &chosen));
+    return chosen->workspace_bytes(problem, bytes);
 }
 
 const fmsa_backend fmsa_cuda_backend = {

@@ -10,7 +10,7 @@ import torch
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 OK, ARGUMENT, UNSUPPORTED, WORKSPACE, DEVICE, CUDA_ERROR = range(6)
 SELECT, SCHEDULE, FORWARD, PROXY_LOSS, BACKWARD, BACKWARD_WITH_PROXY = range(6)
-DETERMINISTIC, SELECT_FP8, CHECK_FRAGMENTS, FP32_KV_GRADS = 1, 2, 4, 8
+DETERMINISTIC, SELECT_FP8, CHECK_FRAGMENTS, FP32_KV_GRADS, PORTABLE = 1, 2, 4, 8, 16
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float64: 3}
 GUARD = 4096  # bytes before and behind every buffer
 POISON = 0xFF  # NaN in every floating-point type, -1 in every integer
