@@ -1,125 +1,27 @@
-"""Measures the library and the ceilings beside it in one run, and writes results/<card>.json.
-
-Every figure is the median of at least 12 runs in steady state: after a quarter of a second of load, all figures of a
-group in turn, so that they share clocks and power. Inputs rotate over more than twice the L2 cache, and each input set
-has a selection of its own. Useful work is counted by the formulas below, whatever the kernels really do."""
+"""Measures the library and the ceilings beside it in one run, and writes results/<card>.json."""
 
 import argparse
 import datetime
 import json
 import os
-import statistics
 import subprocess
-import time
 
 import torch
-from fmsa import BACKWARD, BACKWARD_WITH_PROXY, FORWARD, ROOT, SCHEDULE, SELECT, Call, Problem, documents, make_inputs
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
-RUNS, WARM_SECONDS = 12, 0.25
-GRADIENTS = ["dq", "dk", "dv", "dq_proxy", "dk_proxy", "kl"]
-OUTPUTS = {
-    SELECT: ["block_indices"],
-    SCHEDULE: [],
-    FORWARD: ["out", "lse"],
-    BACKWARD: ["dq", "dk", "dv"],
-    BACKWARD_WITH_PROXY: GRADIENTS,
-}
-BF16 = torch.bfloat16
-
-
-def measure(tasks):
-    """Median milliseconds of each task, a function of the iteration's number; all of them in turn."""
-    times = {name: [] for name in tasks}
-    start, i = time.monotonic(), 0
-    while min(len(t) for t in times.values()) < RUNS:
-        warm = time.monotonic() - start >= WARM_SECONDS and i >= 2
-        events = {}
-        for name, task in tasks.items():
-            events[name] = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            events[name][0].record()
-            task(i)
-            events[name][1].record()
-        torch.cuda.synchronize()
-        if warm:
-            for name, (begin, end) in events.items():
-                times[name].append(begin.elapsed_time(end))
-        i += 1
-    return {name: statistics.median(t) for name, t in times.items()}
-
-
-class Steps:
-    """Calls over rotating input sets, with everything prepared but nothing enqueued."""
-
-    def __init__(self, heads, tokens, sets, **options):
-        self.problem = Problem(heads, documents([tokens]), BF16, top_k=16, **options)
-        self.sets = []
-        for seed in range(sets):
-            call = Call(self.problem, make_inputs(self.problem, seed=seed))
-            prepared = {operation: call.prepare(operation, outputs) for operation, outputs in OUTPUTS.items()}
-            for operation in (SELECT, SCHEDULE, FORWARD):
-                call.enqueue(operation, prepared[operation])
-            self.sets.append((call, prepared))
-        torch.cuda.synchronize()
-
-    def task(self, *operations):
-        def run(i):
-            call, prepared = self.sets[i % len(self.sets)]
-            for operation in operations:
-                call.enqueue(operation, prepared[operation])
-
-        return run
-
-    def pairs(self):
-        """Selected visible (token, key) pairs, the mean over proxy heads and sets."""
-        block, total = self.problem.block, 0
-        for call, _ in self.sets:
-            indices = call.outputs["block_indices"].long()
-            position = torch.arange(indices.shape[1], device="cuda")[None, :, None]
-            total += ((position - indices * block + 1).clamp(max=block) * (indices >= 0)).sum().item()
-        return total / len(self.sets) / self.problem.heads[2]
-
-
-def dense_tasks(heads, kv_heads, tokens, dim, sets):
-    """cuDNN's causal attention through PyTorch, forward and backward."""
-    qkv = []
-    for seed in range(sets):
-        g = torch.Generator(device="cuda").manual_seed(seed)
-        qkv.append(
-            [
-                torch.randn(1, h, tokens, dim, generator=g, device="cuda", dtype=BF16, requires_grad=True)
-                for h in (heads, kv_heads, kv_heads)
-            ]
-        )
-    dout = torch.randn(1, heads, tokens, dim, device="cuda", dtype=BF16)
-    last = {}
-
-    def forward(i):
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            last["inputs"] = qkv[i % sets]
-            last["out"] = torch.nn.functional.scaled_dot_product_attention(
-                *last["inputs"], is_causal=True, enable_gqa=True
-            )
-
-    def backward(_):
-        torch.autograd.grad(last["out"], last["inputs"], dout)
-
-    return forward, backward
+from fmsa import BACKWARD, BACKWARD_WITH_PROXY, FORWARD, PORTABLE, ROOT, SCHEDULE, SELECT
+from measure import GEMM_FLOP, M3, SMALL, Steps, dense_tasks, gemm_task, measure
 
 
 def bench_ceilings(figures):
     source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
-    pairs = [[torch.randn(8192, 8192, device="cuda", dtype=BF16) for _ in range(2)] for _ in range(3)]
-    product = torch.empty(8192, 8192, device="cuda", dtype=BF16)
-    ms = measure({"copy": lambda i: target.copy_(source), "gemm": lambda i: torch.mm(*pairs[i % 3], out=product)})
+    ms = measure({"copy": lambda i: target.copy_(source), "gemm": gemm_task()})
     figures["copy.tbps"] = (2 * source.numel() / ms["copy"] / 1e9, "TB/s", "device copy of 4 GiB, bytes read + written")
-    figures["cublas.bf16.8192.tflops"] = (2 * 8192**3 / ms["gemm"] / 1e9, "TFLOP/s", "torch.mm, bf16 8192^3")
+    figures["cublas.bf16.8192.tflops"] = (GEMM_FLOP / ms["gemm"] / 1e9, "TFLOP/s", "torch.mm, bf16 8192^3")
 
 
-def bench_step_16k(figures):
+def bench_portable_16k(figures):
     """The shape that flash-msa publishes: 16/2/4/1 heads, 16,384 tokens, k 16, with KL gradients."""
-    steps = Steps((16, 2, 4, 1), 16384, 4)
+    steps = Steps(SMALL, 16384, 4, flags=PORTABLE)
     dense_forward, dense_backward = dense_tasks(16, 2, 16384, 128, 3)
     ms = measure(
         {
@@ -141,9 +43,9 @@ def bench_step_16k(figures):
     figures["cudnn.step.ms.16k"] = (dense, "ms", "cuDNN dense causal forward + backward, same heads and length")
 
 
-def bench_m3_64k(figures):
+def bench_portable_64k(figures):
     """MiniMax-M3 heads at 65,536 tokens."""
-    steps = Steps((64, 4, 4, 1), 65536, 2)
+    steps = Steps(M3, 65536, 2, flags=PORTABLE)
     dense_forward, dense_backward = dense_tasks(64, 4, 16384, 128, 2)
     ms = measure(
         {
@@ -184,7 +86,7 @@ def main():
     parser.add_argument("--out", default=str(ROOT / "results" / f"{card.split()[-1].lower()}.json"))
     out = parser.parse_args().out
     figures = {}
-    for bench in (bench_ceilings, bench_step_16k, bench_m3_64k):
+    for bench in (bench_ceilings, bench_portable_16k, bench_portable_64k):
         bench(figures)
         torch.cuda.empty_cache()
     driver = subprocess.run(
