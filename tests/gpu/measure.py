@@ -94,7 +94,8 @@ def selection(kind, proxy_heads, tokens, top_k, block=128, seed=0):
         else:
             preference = rand((tokens + 31) // 32, blocks).repeat_interleave(32, 0)[:tokens]
         if kind == "trained":
-            shared = preference.masked_fill(torch.arange(blocks, device="cuda") >= local[:, None], -1).topk(4, 1)
+            number = torch.arange(blocks, device="cuda")
+            shared = preference.masked_fill((number >= local[:, None]) | (number == 0), -1).topk(min(4, blocks), 1)
             preference = rand(tokens, blocks)
             preference.scatter_add_(1, shared.indices, torch.where(shared.values >= 0, 1.0, 0.0))
             preference[:, 0] = torch.where(rand(tokens) < 0.99, 3.0, preference[:, 0])
