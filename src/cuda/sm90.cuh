@@ -119,6 +119,11 @@ __device__ __forceinline__ void bulk_load(uint32_t destination, const void *sour
         : "memory");
 }
 
+/* Brings contiguous bytes, a multiple of 16, as is the address, into L2. */
+__device__ __forceinline__ void bulk_prefetch(const void *source, uint32_t bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+}
+
 __device__ __forceinline__ void bulk_store(void *destination, uint32_t source, uint32_t bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source),
                  "r"(bytes)
@@ -205,6 +210,22 @@ __device__ __forceinline__ int32_t uniform(int32_t x) {
     return __shfl_sync(0xffffffffu, x, 0);
 }
 
+/* 16 bytes of shared memory by ordinary accesses. */
+__device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
+    uint4 value;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(address)
+                 : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_shared_16(uint32_t address, uint4 value) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x), "r"(value.y), "r"(value.z),
+                 "r"(value.w)
+                 : "memory");
+}
+
 /* Stores four 8x8 matrices of 16-bit elements (the layout of ldmatrix), or their transposes. */
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
@@ -231,6 +252,9 @@ __device__ __forceinline__ uint64_t operand(uint32_t address, uint32_t leading, 
            (uint64_t)1 << 62;
 }
 
+#define FMSA_REGISTERS_4 "{%0, %1, %2, %3}"
+#define FMSA_KEEP_4(d) "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+#define FMSA_NEW_4(d) "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
 #define FMSA_REGISTERS_32                                                                                              \
     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "                 \
     "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
@@ -277,6 +301,13 @@ __device__ __forceinline__ uint64_t operand(uint32_t address, uint32_t leading, 
  *   wgmma       d += a * b           wgmma_if    d = accumulate ? d + a * b : a * b
  *   wgmma_new   d = a * b, where the old value of d is dead (holding it would cost registers) */
 
+#define FMSA_AFTER_4_0 "%4"
+#define FMSA_AFTER_4_1 "%5"
+#define FMSA_AFTER_4_2 "%6"
+#define FMSA_AFTER_4_3 "%7"
+#define FMSA_AFTER_4_4 "%8"
+#define FMSA_AFTER_4_5 "%9"
+#define FMSA_AFTER_4_6 "%10"
 #define FMSA_AFTER_32_0 "%32"
 #define FMSA_AFTER_32_1 "%33"
 #define FMSA_AFTER_32_2 "%34"
@@ -352,11 +383,30 @@ __device__ __forceinline__ uint64_t operand(uint32_t address, uint32_t leading, 
                      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(accumulate), "n"(trans_b));                     \
     }
 
+FMSA_DEFINE_WGMMA(__nv_bfloat16, "bf16", 8, 4)
 FMSA_DEFINE_WGMMA(__nv_bfloat16, "bf16", 64, 32)
 FMSA_DEFINE_WGMMA(__nv_bfloat16, "bf16", 128, 64)
+FMSA_DEFINE_WGMMA(__half, "f16", 8, 4)
 FMSA_DEFINE_WGMMA(__half, "f16", 64, 32)
 FMSA_DEFINE_WGMMA(__half, "f16", 128, 64)
 #undef FMSA_DEFINE_WGMMA
+
+/* d (+)= a * b in FP8 E4M3, 128 columns, k32, A from registers: with g = lane / 4, c = 4 * (lane % 4), a[0] is row g,
+ * columns c ... c + 3, the first in the lowest byte; a[1] row g + 8; a[2], a[3] the same 16 columns on. */
+#define FMSA_WGMMA_E4M3(d, a, b, keep, accumulate)                                                                     \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 " FMSA_REGISTERS_64                            \
+                 ", {%64, %65, %66, %67}, %68, " accumulate ", 1, 1;"                                                  \
+                 : keep(d)                                                                                             \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
+    FMSA_WGMMA_E4M3(d, a, b, FMSA_KEEP_64, "1");
+}
+
+__device__ __forceinline__ void wgmma_e4m3_new(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
+    FMSA_WGMMA_E4M3(d, a, b, FMSA_NEW_64, "0");
+}
+#undef FMSA_WGMMA_E4M3
 
 } // namespace fmsa
 
