@@ -154,7 +154,9 @@ static const implementation portable[FMSA_OPERATION_COUNT] = {
 #ifdef FMSA_WITH_SM90
 #define SM90(name) {fmsa_sm90_takes_##name, fmsa_sm90_##name##_workspace_bytes, fmsa_sm90_##name}
 /* The schedule is one for all families. */
-static const implementation sm90[FMSA_OPERATION_COUNT] = {{NULL, NULL, NULL}};
+static const implementation sm90[FMSA_OPERATION_COUNT] = {
+    [FMSA_OPERATION_SELECT] = SM90(select),
+};
 #undef SM90
 #endif
 

@@ -25,6 +25,7 @@
 #include "scan.cuh"
 #include "schedule.h"
 #include "select.h"
+#include "selection.cuh"
 
 namespace {
 
@@ -332,21 +333,6 @@ __device__ uint32_t preference(float score) {
 
 constexpr uint32_t forced = 0xffffffffu;
 
-/* A row's blocks, and which of them its team must keep. */
-struct selection {
-    int32_t visible, take;        /* blocks, and how many of them are kept */
-    int32_t init_begin, init_end; /* forced, the newest first where k is too small: these, */
-    int32_t local_begin;          /* and the blocks from here on */
-
-    __device__ selection(int32_t visible, int32_t top_k, int32_t local_blocks, int32_t init_blocks)
-        : visible(visible), take(min(visible, top_k)) {
-        const int32_t local = min(local_blocks, take);
-        local_begin = visible - local;
-        init_end = min(init_blocks, local_begin);
-        init_begin = max(0, init_end - (take - local));
-    }
-};
-
 template <int team>
 __device__ int32_t team_sum(int32_t value) {
     value = __reduce_add_sync(0xffffffffu, value);
@@ -376,7 +362,8 @@ __device__ uint32_t team_exclusive_scan(uint32_t value, uint32_t &total) {
 }
 
 template <int count>
-__device__ void load_preferences(uint32_t (&keys)[count], const float *scores, const selection &s, int32_t first) {
+__device__ void load_preferences(uint32_t (&keys)[count], const float *scores, const fmsa::selection &s,
+                                 int32_t first) {
 #pragma unroll
     for (int i = 0; i < count; i += 4) {
         float part[4] = {};
@@ -407,7 +394,7 @@ __global__ void __launch_bounds__(select_threads)
     if (row >= (int64_t)c.tokens * c.heads) return;
     const int32_t token = c.first + (int32_t)(row / c.heads), head = (int32_t)(row % c.heads);
     const int32_t member = threadIdx.x % team, position = c.geometry.row_position[token];
-    const selection s(position < 0 ? 0 : position / c.block_size + 1, top_k, local_blocks, init_blocks);
+    const fmsa::selection s(position < 0 ? 0 : position / c.block_size + 1, top_k, local_blocks, init_blocks);
     int32_t *indices =
         (int32_t *)block_indices.data + token * block_indices.row_stride + head * block_indices.head_stride;
     for (int32_t i = s.take + member; i < top_k; i += team)
@@ -542,7 +529,7 @@ fmsa_status launch_select(const fmsa_problem *problem, const chunk &c, fmsa_tens
                         block_indices, config->top_k, config->local_blocks, config->init_blocks);
 }
 
-fmsa_status select(const fmsa_problem *problem, const chunk &c, fmsa_tensor block_indices, cudaStream_t stream) {
+fmsa_status select_chunk(const fmsa_problem *problem, const chunk &c, fmsa_tensor block_indices, cudaStream_t stream) {
     const int64_t blocks = problem->max_fragment_blocks;
     if (blocks <= 32 * 4) return launch_select<32, 4>(problem, c, block_indices, stream);
     if (blocks <= 32 * 16) return launch_select<32, 16>(problem, c, block_indices, stream);
@@ -551,6 +538,19 @@ fmsa_status select(const fmsa_problem *problem, const chunk &c, fmsa_tensor bloc
 }
 
 } // namespace
+
+extern "C" fmsa_status fmsa_cuda_top_k(const fmsa_problem *problem, fmsa_cuda_geometry geometry,
+                                       fmsa_cuda_scores scores, fmsa_tensor block_indices, cudaStream_t stream) {
+    chunk c = {};
+    c.geometry = geometry;
+    c.scores = scores.data;
+    c.row_stride = scores.row_stride;
+    c.first = scores.first;
+    c.tokens = scores.tokens;
+    c.heads = problem->config.num_proxy_heads;
+    c.block_size = problem->config.block_size;
+    return select_chunk(problem, c, block_indices, stream);
+}
 
 extern "C" fmsa_status fmsa_portable_select_workspace_bytes(const fmsa_problem *problem, size_t *bytes) {
     plan chosen = {};
@@ -581,7 +581,7 @@ extern "C" fmsa_status fmsa_portable_select(const fmsa_problem *problem, const f
         c.first = (int32_t)first;
         c.tokens = (int32_t)(config->total_q - first < chosen.tokens ? config->total_q - first : chosen.tokens);
         FMSA_TRY(score(problem, c, stream));
-        FMSA_TRY(select(problem, c, tensors->block_indices, stream));
+        FMSA_TRY(select_chunk(problem, c, tensors->block_indices, stream));
     }
     return FMSA_OK;
 }
