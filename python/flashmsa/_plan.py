@@ -1,0 +1,359 @@
+"""What a call needs that follows from shapes alone, kept from call to call: the configuration and the sizes of scratch.
+
+A training step makes the same calls again and again, so the host's share of one is kept small: configurations are
+checked once a shape, and the two structures that the library reads are put together as bytes, never changed in place,
+so that threads can share everything here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from . import _library
+from ._library import lib
+
+DTYPES = {
+    torch.bfloat16: _library.DTYPE_BF16,
+    torch.float16: _library.DTYPE_FP16,
+    torch.float32: _library.DTYPE_FP32,
+    torch.float64: _library.DTYPE_FP64,
+}
+
+View = tuple[int, int, int]
+NO_VIEW: View = (0, 0, 0)
+
+
+class Options(NamedTuple):
+    """The choices of a call: fmsa_config without shapes and places. 0 stands for the library's default."""
+
+    top_k: int  # blocks; 0 = dense mode
+    block_size: int = 128
+    local_blocks: int = 1
+    init_blocks: int = 0
+    softmax_scale: float = 0.0
+    proxy_scale: float = 0.0
+    max_seqlen_k: int = 0
+    kl_count: int = 0
+    flags: int = 0
+
+    @property
+    def dense(self) -> bool:
+        """Whether attention runs over every visible key."""
+        return self.top_k == 0
+
+
+class Geometry(NamedTuple):
+    """The shapes of a call, and where it runs."""
+
+    dtype: torch.dtype
+    device: torch.device
+    heads: int
+    kv_heads: int
+    proxy_heads: int
+    proxy_kv_heads: int
+    head_dim: int
+    proxy_head_dim: int
+    total_q: int
+    total_k: int
+    fragments: int
+
+
+class Plan:
+    """One geometry with one set of options."""
+
+    def __init__(self, geometry: Geometry, options: Options) -> None:
+        if geometry.dtype not in DTYPES:
+            raise TypeError(f"q has dtype {geometry.dtype}; it must be one of {', '.join(map(str, DTYPES))}")
+        config = _library.new_config()
+        if geometry.device.type == "cuda":
+            config.device, config.device_index = _library.DEVICE_CUDA, geometry.device.index
+        elif geometry.device.type == "cpu":
+            config.num_threads = min(torch.get_num_threads(), 1024)
+        else:
+            raise ValueError(f"q is on {geometry.device}; tensors must be on a CPU or CUDA device")
+        config.dtype = DTYPES[geometry.dtype]
+        config.mode = _library.MODE_DENSE if options.dense else _library.MODE_SPARSE
+        config.flags = options.flags
+        config.num_heads, config.num_kv_heads = geometry.heads, geometry.kv_heads
+        config.num_proxy_heads, config.num_proxy_kv_heads = geometry.proxy_heads, geometry.proxy_kv_heads
+        config.head_dim, config.proxy_head_dim = geometry.head_dim, geometry.proxy_head_dim
+        config.block_size, config.top_k = options.block_size, max(options.top_k, 1) if options.dense else options.top_k
+        config.local_blocks, config.init_blocks = options.local_blocks, options.init_blocks
+        config.softmax_scale, config.proxy_scale = options.softmax_scale, options.proxy_scale
+        config.kl_count, config.max_seqlen_k = options.kl_count, options.max_seqlen_k
+        config.total_q, config.total_k = geometry.total_q, geometry.total_k
+        config.num_fragments = geometry.fragments
+
+        self.geometry = geometry
+        self.real = torch.float64 if geometry.dtype == torch.float64 else torch.float32
+        self.kv_grad = torch.float32 if options.flags & _library.FLAG_FP32_KV_GRADS else geometry.dtype
+        self.schedule_bytes = _library.schedule_bytes(config)
+        self.on_cuda = geometry.device.type == "cuda"
+        self._config = config
+        self._workspaces: dict[int, int] = {}
+        raw, stream, bounds = bytes(config), _library.Config.stream.offset, _library.Config.q_begin.offset
+        word = struct.calcsize("P")
+        self._before_stream = raw[:stream]
+        self._before_bounds = raw[stream + word : bounds]
+        self._after_bounds = raw[bounds + 4 * word :]
+
+    def workspace_bytes(self, operation: int) -> int:
+        """Bytes of scratch of one operation."""
+        size = self._workspaces.get(operation)
+        if size is None:
+            size = self._workspaces[operation] = _library.workspace_bytes(self._config, operation)
+        return size
+
+    def workspace(self, *operations: int) -> torch.Tensor:
+        """Scratch that is enough for each of the operations, one after the other."""
+        size = max([self.workspace_bytes(operation) for operation in operations])
+        return torch.empty(size, dtype=torch.uint8, device=self.geometry.device)
+
+    def config(self, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> bytes:
+        """The configuration for the current stream and these fragments."""
+        stream = current_stream(self.geometry.device.index) if self.on_cuda else 0
+        return b"".join(
+            (
+                self._before_stream,
+                _POINTER.pack(stream),
+                self._before_bounds,
+                _POINTERS.pack(*bounds(cu_seqlens_q), *bounds(cu_seqlens_k)),
+                self._after_bounds,
+            )
+        )
+
+
+_POINTER, _POINTERS = struct.Struct("@P"), struct.Struct("@PPPP")
+_TENSORS = struct.Struct("@N" + "Pqq" * 6 + "PN" + "Pqq" * 8 + "PP")
+assert _TENSORS.size == ctypes.sizeof(_library.Tensors)
+
+_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def current_stream(device_index: int) -> int:
+    """PyTorch's current stream of a card, as a cudaStream_t."""
+    if _raw_stream is not None:
+        return _raw_stream(device_index)
+    return torch.cuda.current_stream(device_index).cuda_stream
+
+
+def bounds(cu_seqlens: torch.Tensor) -> tuple[int, int]:
+    """Where the begins and the ends of fragments lie: offsets [n + 1] are both, a [2, n] tensor has a row of each."""
+    begin = cu_seqlens.data_ptr()
+    return begin, begin + 4 * (1 if cu_seqlens.dim() == 1 else cu_seqlens.stride(0))
+
+
+def fragment_count(name: str, cu_seqlens: torch.Tensor, device: torch.device) -> int:
+    """Checks offsets or bounds of fragments and counts the fragments."""
+    if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.dtype != torch.int32:
+        kind = cu_seqlens.dtype if isinstance(cu_seqlens, torch.Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"{name} is {kind}; it must be an int32 tensor")
+    if cu_seqlens.device != device:
+        raise ValueError(f"{name} is on {cu_seqlens.device}; it must be on {device}, where q is")
+    shape = tuple(cu_seqlens.shape)
+    if cu_seqlens.dim() == 1 and shape[0] >= 1:
+        if shape[0] > 1 and cu_seqlens.stride(0) != 1:
+            raise ValueError(f"{name} has stride {cu_seqlens.stride(0)}; it must be contiguous")
+        return shape[0] - 1
+    if cu_seqlens.dim() == 2 and shape[0] == 2:
+        if shape[1] > 1 and cu_seqlens.stride(1) != 1:
+            raise ValueError(f"{name} has strides {tuple(cu_seqlens.stride())}; its last dimension must be contiguous")
+        return shape[1]
+    raise ValueError(f"{name} has shape {shape}; it must be [n + 1] offsets, or [2, n] begins and ends of n fragments")
+
+
+def pack_tensors(
+    q: View = NO_VIEW,
+    k: View = NO_VIEW,
+    v: View = NO_VIEW,
+    q_proxy: View = NO_VIEW,
+    k_proxy: View = NO_VIEW,
+    block_indices: View = NO_VIEW,
+    schedule: torch.Tensor | None = None,
+    out: View = NO_VIEW,
+    lse: View = NO_VIEW,
+    dout: View = NO_VIEW,
+    dq: View = NO_VIEW,
+    dk: View = NO_VIEW,
+    dv: View = NO_VIEW,
+    dq_proxy: View = NO_VIEW,
+    dk_proxy: View = NO_VIEW,
+    grad_kl: torch.Tensor | None = None,
+    kl: torch.Tensor | None = None,
+) -> bytes:
+    """An fmsa_tensors as bytes."""
+    return _TENSORS.pack(
+        _TENSORS.size,
+        *q,
+        *k,
+        *v,
+        *q_proxy,
+        *k_proxy,
+        *block_indices,
+        *((0, 0) if schedule is None else (schedule.data_ptr(), schedule.numel())),
+        *out,
+        *lse,
+        *dout,
+        *dq,
+        *dk,
+        *dv,
+        *dq_proxy,
+        *dk_proxy,
+        0 if grad_kl is None else grad_kl.data_ptr(),
+        0 if kl is None else kl.data_ptr(),
+    )
+
+
+def run(operation: int, config: bytes, tensors: bytes, workspace: torch.Tensor) -> None:
+    """Enqueues one operation."""
+    status = _library.RUN[operation](config, tensors, workspace.data_ptr() or None, workspace.numel())
+    if status:
+        _library.fail(status)
+
+
+_plans: dict[object, Plan] = {}
+_MOST_PLANS = 4096
+_NAMES = ("q_proxy", "k_proxy", "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
+
+
+def plan_of(
+    q_proxy: torch.Tensor | None,
+    k_proxy: torch.Tensor | None,
+    q: torch.Tensor | None,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    options: Options,
+    proxy_heads: int = 0,
+) -> Plan:
+    """The plan of a call with these tensors, packed [tokens, heads, dim] or batched [batch, heads, tokens, dim].
+
+    Either the proxies or the main tensors may be missing; without q_proxy, `proxy_heads` counts its heads. Raises
+    TypeError and ValueError for tensors that do not fit together.
+    """
+    tensors = (q_proxy, k_proxy, q, k, v, cu_seqlens_q, cu_seqlens_k)
+    try:
+        shapes = tuple([None if x is None else (x.shape, x.dtype, x.device) for x in tensors])
+    except AttributeError:
+        _refuse_other_types(tensors)
+        raise
+    key = (shapes, options, proxy_heads, torch.get_num_threads())
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        plan = _plans[key] = Plan(_geometry(*tensors, proxy_heads), options)
+    return plan
+
+
+def _refuse_other_types(values: tuple[object, ...]) -> None:
+    for name, value in zip(_NAMES, values, strict=True):
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} is {type(value).__name__}; it must be a tensor")
+
+
+def _packed_shape(x: torch.Tensor) -> tuple[int, int, int]:
+    """Tokens, heads and dimension."""
+    if x.dim() == 3:
+        return x.shape[0], x.shape[1], x.shape[2]
+    return x.shape[0] * x.shape[2], x.shape[1], x.shape[3]
+
+
+def _check_alike(given: dict[str, torch.Tensor]) -> None:
+    first, reference = next(iter(given.items()))
+    for name, x in given.items():
+        if x.dtype != reference.dtype:
+            raise TypeError(f"{name} is {x.dtype} and {first} is {reference.dtype}; they must have one dtype")
+        if x.device != reference.device:
+            raise ValueError(f"{name} is on {x.device} and {first} is on {reference.device}; they must share a device")
+        if x.dim() not in (3, 4) or x.dim() != reference.dim():
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}; tensors must be [tokens, heads, dim], or all of them "
+                "[batch, heads, tokens, dim]"
+            )
+    for name, other in (("q_proxy", "q"), ("k_proxy", "k"), ("v", "k")):
+        if name not in given or other not in given:
+            continue
+        x, y = given[name], given[other]
+        batched = x.dim() == 4
+        if _packed_shape(x)[0] != _packed_shape(y)[0] or (batched and x.shape[0] != y.shape[0]):
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)} and {other} {tuple(y.shape)}; they must have as many tokens"
+            )
+    for name, other in (("v", "k"), ("k_proxy", "q_proxy"), ("k", "q")):
+        if name in given and other in given and given[name].shape[-1] != given[other].shape[-1]:
+            raise ValueError(
+                f"{name} has head dimension {given[name].shape[-1]} and {other} {given[other].shape[-1]}; they must "
+                "be equal"
+            )
+    if "v" in given and "k" in given and given["v"].shape != given["k"].shape:
+        raise ValueError(
+            f"v has shape {tuple(given['v'].shape)} and k {tuple(given['k'].shape)}; they must have as many heads"
+        )
+
+
+def _geometry(
+    q_proxy: torch.Tensor | None,
+    k_proxy: torch.Tensor | None,
+    q: torch.Tensor | None,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    proxy_heads: int,
+) -> Geometry:
+    """Checks that the tensors agree, and reads the shapes off them. What is missing takes the shape of its other."""
+    given = {name: x for name, x in zip(_NAMES, (q_proxy, k_proxy, q, k, v), strict=False) if x is not None}
+    _check_alike(given)
+    reference = next(iter(given.values()))
+    fragments = fragment_count("cu_seqlens_q", cu_seqlens_q, reference.device)
+    key_fragments = fragment_count("cu_seqlens_k", cu_seqlens_k, reference.device)
+    if fragments != key_fragments:
+        raise ValueError(
+            f"cu_seqlens_q holds {fragments} fragments and cu_seqlens_k {key_fragments}; they must hold as many"
+        )
+    query, key = (q if q is not None else q_proxy), (k if k is not None else k_proxy)
+    assert query is not None and key is not None
+    total_q, query_heads, dim = _packed_shape(query)
+    total_k, key_heads, _ = _packed_shape(key)
+    if q_proxy is not None:
+        proxy_heads = _packed_shape(q_proxy)[1]
+    return Geometry(
+        dtype=reference.dtype,
+        device=reference.device,
+        heads=query_heads,
+        kv_heads=key_heads if k is not None else proxy_heads,
+        proxy_heads=proxy_heads,
+        proxy_kv_heads=1 if k_proxy is None else _packed_shape(k_proxy)[1],
+        head_dim=dim,
+        proxy_head_dim=dim if q_proxy is None else q_proxy.shape[-1],
+        total_q=total_q,
+        total_k=total_k,
+        fragments=fragments,
+    )
+
+
+def packable(x: torch.Tensor) -> torch.Tensor:
+    """The tensor itself where its tokens lie a constant step apart, else a copy. Only a batch can need one."""
+    if x.dim() == 4:
+        batch, _, tokens, _ = x.shape
+        if batch > 1 and tokens > 1 and x.stride(0) != tokens * x.stride(2):
+            return x.transpose(1, 2).contiguous().transpose(1, 2)
+    return x
+
+
+def view(name: str, x: torch.Tensor) -> View:
+    """Address, token stride and head stride. The stride along a dimension of size 1 is not told: it has no meaning."""
+    shape, stride = x.shape, x.stride()
+    if stride[-1] != 1 and shape[-1] != 1:
+        raise ValueError(f"{name} has strides {tuple(stride)}; its last dimension must be contiguous")
+    if len(shape) == 3:
+        return x.data_ptr(), stride[0] if shape[0] > 1 else 0, stride[1] if shape[1] > 1 else 0
+    row = stride[2] if shape[2] > 1 else stride[0] if shape[0] > 1 else 0
+    return x.data_ptr(), row, stride[1] if shape[1] > 1 else 0

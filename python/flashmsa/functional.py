@@ -1,0 +1,417 @@
+"""Attention functions: Flash-MSA's batched ones and a packed one in FlashAttention's style."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _library, ops
+from ._attention import AttentionFunction
+from ._plan import Options, current_stream
+
+
+def flash_msa_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_proxy: Tensor,
+    k_proxy: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    top_k_blocks: int,
+    softmax_scale: float | None = None,
+    proxy_scale: float | None = None,
+    deterministic: bool = False,
+    *,
+    block_size: int = 128,
+    local_blocks: int = 1,
+    init_blocks: int = 0,
+    block_indices: Tensor | None = None,
+    select_fp8: bool = False,
+    kl_count: int = 0,
+    kl_value: bool = True,
+    kl_metric: Tensor | None = None,
+    return_kl: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """Causal MiniMax Sparse Attention over packed sequences.
+
+    Query i of a sequence stands at position (keys - queries) + i, as in FlashAttention's varlen functions.
+
+    Args:
+        q: [Tq, Hq, D], bf16 or fp16 (fp32 and, on the CPU, fp64 too); the last dimension contiguous.
+        k, v: [Tk, Hkv, D]; Hkv divides Hq.
+        q_proxy: [Tq, Hp, Dp]; Hp divides Hq, and one of Hp and Hkv divides the other.
+        k_proxy: [Tk, Hpk, Dp]; Hpk divides Hp.
+        cu_seqlens_q, cu_seqlens_k: int32 offsets [n + 1] in tokens, on the tensors' device; or [2, n] begins and ends.
+        max_seqlen_q, max_seqlen_k: no sequence is longer, in tokens; 0 = unknown. Only max_seqlen_k is used: it saves
+            scratch on CUDA.
+        top_k_blocks: blocks of `block_size` keys that each token keeps for each proxy head; 0 = dense attention over
+            every visible key, which warms the proxies up.
+        softmax_scale, proxy_scale: factors of the main and the proxy scores; None = D^-1/2 and Dp^-1/2.
+        deterministic: bit-identical gradients on every run; also set by torch.use_deterministic_algorithms.
+        block_size: keys in a block, in tokens: 64 or 128 on CUDA.
+        local_blocks, init_blocks: how many of the newest and of the first blocks are always kept.
+        block_indices: int32 [Hp, Tq, top_k_blocks], a selection to use instead of one by score, -1 for no block.
+        select_fp8: score blocks in FP8 where the card has it; near-ties may be decided differently.
+        kl_count: divisor of the KL loss; 0 = Tq * Hp. Give the global count when tokens are spread over ranks.
+        kl_value: False: the KL returned is 0 and only carries the gradient, which saves a pass over the selected
+            blocks.
+        kl_metric: a 0-dim fp32 tensor that receives the KL value: in the forward pass, or without `kl_value` in the
+            backward pass, where it costs almost nothing.
+        return_kl: also return the KL loss, a 0-dim fp32 tensor. Its gradient reaches q_proxy and k_proxy alone.
+        return_lse: also return lse [Hq, Tq] in fp32, without gradient.
+
+    Returns:
+        out [Tq, Hq, D], or a tuple of out, then kl and lse where asked for. out has gradients in q, k and v.
+
+    Raises:
+        TypeError: a dtype does not fit. ValueError: a shape or value does not. RuntimeError: the device cannot.
+
+    Example:
+        >>> import torch, flashmsa
+        >>> q, k, v = (torch.randn(96, heads, 64, requires_grad=True) for heads in (4, 2, 2))
+        >>> q_proxy, k_proxy = (torch.randn(96, heads, 64, requires_grad=True) for heads in (2, 1))
+        >>> cu = torch.tensor([0, 40, 96], dtype=torch.int32)
+        >>> out, kl = flashmsa.flash_msa_varlen_func(
+        ...     q, k, v, q_proxy, k_proxy, cu, cu, 56, 56, top_k_blocks=2, block_size=16, return_kl=True
+        ... )
+        >>> (out.square().mean() + kl).backward()
+        >>> out.shape, bool(kl > 0), q_proxy.grad.shape
+        (torch.Size([96, 4, 64]), True, torch.Size([96, 2, 64]))
+    """
+    if isinstance(q, Tensor) and q.dim() != 3:
+        raise ValueError(f"q has shape {tuple(q.shape)}; it must be [tokens, heads, dim]")
+    options = Options(
+        _blocks(top_k_blocks),
+        block_size,
+        local_blocks,
+        init_blocks,
+        _scale("softmax_scale", softmax_scale),
+        _scale("proxy_scale", proxy_scale),
+        max_seqlen_k,
+        kl_count,
+        _flags(deterministic, select_fp8),
+    )
+    needs_kl = return_kl or kl_metric is not None
+    out, kl, lse = _attend(
+        q_proxy,
+        k_proxy,
+        q,
+        k,
+        v,
+        block_indices,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        options,
+        needs_kl and kl_value,
+        kl_metric,
+    )
+    if not (return_kl or return_lse):
+        return out
+    return (out, *([kl] if return_kl else []), *([lse] if return_lse else []))
+
+
+def flash_msa_func(
+    q_proxy: Tensor,
+    k_proxy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    top_k: int,
+    scale: float,
+    document_list: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    kl_metric: Tensor | None = None,
+    kl_value: bool = True,
+    block_size: int = 128,
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Causal MiniMax Sparse Attention of a batch, with the interface of Flash-MSA's flash_msa_func.
+
+    Args:
+        q_proxy: [B, Hp, S, D]. k_proxy: [B, Hpk, S, D]. q: [B, Hq, S, D]. k, v: [B, Hkv, S, D]. A transposed view of
+            [B, S, H, D] is read in place; a contiguous [B, H, S, D] with B > 1 is copied once.
+        top_k: keys that each token keeps for each proxy head, in tokens, a multiple of `block_size`.
+        scale: factor of the main and of the proxy scores.
+        document_list: int [B, S]: tokens with one number in a row of equal ones are one document, and documents do not
+            see each other. Counting the documents synchronises with the device; cu_seqlens does not.
+        cu_seqlens: int32 [n + 1], offsets of documents in the flattened B * S tokens, with every sequence's begin among
+            them. Not together with document_list. Key blocks are counted from the begin of their document.
+        kl_metric: a 0-dim fp32 tensor that receives the KL value: in the forward pass, or without `kl_value` in the
+            backward pass, where it costs almost nothing.
+        kl_value: False: kl_loss is 0 and only carries the gradient, as in Flash-MSA, which saves a pass over the
+            selected blocks.
+        block_size: keys in a block, in tokens.
+        deterministic: bit-identical gradients on every run; also set by torch.use_deterministic_algorithms.
+
+    Returns:
+        attn_out [B, S, Hq * D] with gradients in q, k and v, and kl_loss, a 0-dim fp32 tensor: the mean KL divergence
+        of a token and proxy head, with gradients in q_proxy and k_proxy. Add it to the loss to train the proxies.
+
+    Raises:
+        TypeError: a dtype does not fit. ValueError: a shape or value does not. RuntimeError: the device cannot.
+
+    Example:
+        >>> import torch, flashmsa
+        >>> q, k, v = (torch.randn(1, heads, 64, 32, requires_grad=True) for heads in (4, 2, 2))
+        >>> q_proxy, k_proxy = (torch.randn(1, heads, 64, 32, requires_grad=True) for heads in (2, 1))
+        >>> out, kl_loss = flashmsa.flash_msa_func(q_proxy, k_proxy, q, k, v, 32, 32**-0.5, block_size=16)
+        >>> (out.square().mean() + kl_loss).backward()
+        >>> out.shape, q.grad.shape
+        (torch.Size([1, 64, 128]), torch.Size([1, 4, 64, 32]))
+    """
+    if top_k <= 0 or top_k % block_size != 0:
+        raise ValueError(f"top_k is {top_k}; it counts tokens and must be a positive multiple of {block_size}")
+    return _batched(
+        q_proxy,
+        k_proxy,
+        q,
+        k,
+        v,
+        top_k // block_size,
+        scale,
+        document_list,
+        cu_seqlens,
+        kl_metric,
+        kl_value,
+        block_size,
+        deterministic,
+    )
+
+
+def flash_msa_warmup_func(
+    q_proxy: Tensor,
+    k_proxy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    top_k: int,
+    scale: float,
+    document_list: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    kl_metric: Tensor | None = None,
+    kl_value: bool = True,
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Dense causal attention that trains the proxies on every visible key, with the interface of Flash-MSA's
+    flash_msa_warmup_func.
+
+    Arguments, results and errors are those of `flash_msa_func`; top_k is accepted and means nothing.
+
+    Example:
+        >>> import torch, flashmsa
+        >>> q, k, v = (torch.randn(2, heads, 24, 16, requires_grad=True) for heads in (2, 1, 1))
+        >>> q_proxy, k_proxy = (torch.randn(2, 1, 24, 16, requires_grad=True) for _ in range(2))
+        >>> out, kl_loss = flashmsa.flash_msa_warmup_func(q_proxy, k_proxy, q, k, v, 128, 0.25)
+        >>> out.shape, kl_loss.shape
+        (torch.Size([2, 24, 32]), torch.Size([]))
+    """
+    return _batched(
+        q_proxy, k_proxy, q, k, v, 0, scale, document_list, cu_seqlens, kl_metric, kl_value, 128, deterministic
+    )
+
+
+def _batched(
+    q_proxy: Tensor,
+    k_proxy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    top_k_blocks: int,
+    scale: float,
+    document_list: Tensor | None,
+    cu_seqlens: Tensor | None,
+    kl_metric: Tensor | None,
+    kl_value: bool,
+    block_size: int,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    if not isinstance(q, Tensor) or q.dim() != 4:
+        given = f"shape {tuple(q.shape)}" if isinstance(q, Tensor) else f"type {type(q).__name__}"
+        raise (ValueError if isinstance(q, Tensor) else TypeError)(f"q has {given}; it must be a tensor [B, H, S, D]")
+    if document_list is not None and cu_seqlens is not None:
+        raise ValueError("document_list and cu_seqlens were both given; give one")
+    batch, heads, tokens, dim = q.shape
+    if document_list is not None:
+        cu_seqlens = document_offsets(document_list, batch, tokens)
+    elif cu_seqlens is None:
+        cu_seqlens = _batch_offsets(batch, tokens, q.device)
+    factor = _scale("scale", scale)
+    options = Options(top_k_blocks, block_size, 1, 0, factor, factor, tokens, 0, _flags(deterministic))
+    out, kl, _ = _attend(q_proxy, k_proxy, q, k, v, None, cu_seqlens, cu_seqlens, options, kl_value, kl_metric)
+    return out, kl
+
+
+flash_msa_func_warmup = flash_msa_warmup_func
+sparse_attention_warmup = flash_msa_warmup_func
+
+
+def _attend(
+    q_proxy: Tensor,
+    k_proxy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    options: Options,
+    kl_value: bool,
+    kl_metric: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, kl, lse), by one autograd node in eager PyTorch and by operators wherever something traces the call."""
+    dtype = ops.autocast_dtype(q.device.type)
+    if dtype is not None:
+        q_proxy, k_proxy, q, k, v = ops.cast_to(dtype, q_proxy, k_proxy, q, k, v)
+    if kl_metric is not None and (kl_metric.dim() != 0 or kl_metric.dtype != torch.float32):
+        raise TypeError(
+            f"kl_metric is {kl_metric.dtype} of shape {tuple(kl_metric.shape)}; it must be a 0-dim float32 tensor"
+        )
+    if torch.compiler.is_compiling() or _is_traced(q):
+        return _attend_by_operators(
+            q_proxy, k_proxy, q, k, v, block_indices, cu_seqlens_q, cu_seqlens_k, options, kl_value, kl_metric
+        )
+    result: tuple[Tensor, Tensor, Tensor] = AttentionFunction.apply(
+        q_proxy, k_proxy, q, k, v, block_indices, cu_seqlens_q, cu_seqlens_k, options, kl_value, kl_metric
+    )
+    return result
+
+
+def _is_traced(q: Tensor) -> bool:
+    """Whether operators are watched or the tensors are not plain: fake tensors, selective checkpointing, profilers of
+    memory. Everything of the kind works on operators."""
+    return torch._C._len_torch_dispatch_stack() > 0 or type(q) not in (Tensor, torch.nn.Parameter)
+
+
+def _attend_by_operators(
+    q_proxy: Tensor,
+    k_proxy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    options: Options,
+    kl_value: bool,
+    kl_metric: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if kl_metric is not None and not kl_value:
+        raise ValueError("kl_metric without kl_value is filled in the backward pass, which torch.compile cannot do")
+    o = options
+    batched = q.dim() == 4
+    q_shape = q.shape
+    if batched:
+        q_proxy, k_proxy, q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_proxy, k_proxy, q, k, v))
+    schedule = None
+    if not o.dense:
+        if block_indices is None:
+            block_indices = ops.select(
+                q_proxy.detach(),
+                k_proxy.detach(),
+                cu_seqlens_q,
+                cu_seqlens_k,
+                o.top_k,
+                o.block_size,
+                o.local_blocks,
+                o.init_blocks,
+                o.proxy_scale,
+                o.max_seqlen_k,
+                bool(o.flags & _library.FLAG_SELECT_FP8),
+            )
+        schedule = ops.schedule(
+            block_indices, q.detach(), k.detach(), cu_seqlens_q, cu_seqlens_k, o.block_size, o.max_seqlen_k
+        )
+    out, kl, lse = ops.attention(
+        q_proxy,
+        k_proxy,
+        q,
+        k,
+        v,
+        schedule,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        o.top_k,
+        o.block_size,
+        o.softmax_scale,
+        o.proxy_scale,
+        o.max_seqlen_k,
+        o.kl_count,
+        bool(o.flags & _library.FLAG_DETERMINISTIC),
+        kl_value,
+    )
+    if kl_metric is not None:
+        kl_metric.copy_(kl.detach())
+    if batched:
+        out = out.view(q_shape[0], q_shape[2], q_shape[1] * q_shape[3])
+    return out, kl, lse
+
+
+def document_offsets(document_list: Tensor, batch: int, tokens: int) -> Tensor:
+    """cu_seqlens, int32 [n + 1], of documents given as a number for each token, int [batch, tokens].
+
+    A document ends where the number changes and where its sequence ends. Synchronises, since n is counted.
+
+    Example:
+        >>> import torch, flashmsa
+        >>> flashmsa.document_offsets(torch.tensor([[7, 7, 9], [9, 9, 9]]), 2, 3)
+        tensor([0, 2, 3, 6], dtype=torch.int32)
+    """
+    if tuple(document_list.shape) != (batch, tokens):
+        raise ValueError(f"document_list has shape {tuple(document_list.shape)}; it must be {(batch, tokens)}")
+    if document_list.is_floating_point():
+        raise TypeError(f"document_list is {document_list.dtype}; it must hold integers")
+    begins = torch.ones((batch, tokens), dtype=torch.bool, device=document_list.device)
+    begins[:, 1:] = document_list[:, 1:] != document_list[:, :-1]
+    end = torch.full((1,), batch * tokens, dtype=torch.int32, device=document_list.device)
+    return torch.cat([begins.flatten().nonzero().flatten().to(torch.int32), end])
+
+
+_offsets: dict[object, Tensor] = {}
+_MOST_OFFSETS = 1024
+
+
+def _batch_offsets(batch: int, tokens: int, device: torch.device) -> Tensor:
+    """cu_seqlens of a batch of equal lengths: made once for each stream, on which it is then used."""
+    if torch.compiler.is_compiling():
+        return torch.arange(0, (batch + 1) * tokens, max(tokens, 1), dtype=torch.int32, device=device)[: batch + 1]
+    on_cuda = device.type == "cuda"
+    key = (batch, tokens, device, current_stream(device.index) if on_cuda else 0)
+    offsets = _offsets.get(key)
+    if offsets is None:
+        with torch.inference_mode(False):
+            offsets = torch.arange(batch + 1, dtype=torch.int32, device=device) * tokens
+        # Memory of a graph that is being captured belongs to the graph.
+        if not (on_cuda and torch.cuda.is_current_stream_capturing()):
+            if len(_offsets) >= _MOST_OFFSETS:
+                _offsets.clear()
+            _offsets[key] = offsets
+    return offsets
+
+
+def _blocks(top_k_blocks: int) -> int:
+    if top_k_blocks < 0:
+        raise ValueError(f"top_k_blocks is {top_k_blocks}; it must be positive, or 0 for dense attention")
+    return top_k_blocks
+
+
+def _scale(name: str, scale: float | None) -> float:
+    """A scale for the library, which takes 0 for the default."""
+    if scale is None:
+        return 0.0
+    if not 0.0 < scale < float("inf"):
+        raise ValueError(f"{name} is {scale}; it must be positive and finite")
+    return float(scale)
+
+
+def _flags(deterministic: bool, select_fp8: bool = False) -> int:
+    return (_library.FLAG_SELECT_FP8 if select_fp8 else 0) | (
+        _library.FLAG_DETERMINISTIC if deterministic or torch.are_deterministic_algorithms_enabled() else 0
+    )
