@@ -1,0 +1,334 @@
+/* What the kernels of the Hopper proxy loss share: the group of rows and places they work on, its shares, and the
+ * producer's part: rows gathered into shared memory.
+ *
+ * A *share* is one key block and at most share_rows of the tokens that attend to it through one proxy head. Shares are
+ * numbered by (segment of query rows, proxy head, block), so that neighbours meet the same rows in L2, and the shares
+ * of one list come in the order of its rows. Persistent thread blocks take them by ticket, in that order: one may wait
+ * for those before it. A share is walked in tiles of 64 tokens.
+ *
+ * Memory of a group: for each (proxy head, row, place) a vector of 128 16-bit numbers and one fp32 number. The number
+ * is the place's part of the student's LSE, later the scale of the vector; the vector is the teacher's row, later a
+ * term of dq_proxy: the kernel that reads the one writes the other. */
+#ifndef FMSA_CUDA_SM90_PROXY_CUH
+#define FMSA_CUDA_SM90_PROXY_CUH
+
+#include "launch.h"
+#include "portable_parts.cuh"
+#include "sm90.cuh"
+#include "sm90_proxy.h"
+
+namespace fmsa::proxy {
+
+constexpr int tile_tokens = 64, block_keys = FMSA_SM90_TEACHER_KEYS, vector_length = FMSA_SM90_TEACHER_KEYS;
+constexpr int producer_threads = 128;
+
+struct proxy_share {
+    int64_t begin; /* first edge; in dense mode first query row */
+    int32_t count; /* tokens, at least 1 */
+    int32_t block; /* block id */
+    int32_t proxy_head;
+    int32_t reserved;
+};
+
+/* The first of 0 ... count - 1 with values[i] >= bound in an ascending array, or count. */
+__device__ __forceinline__ int32_t first_at_least(const int32_t *values, int32_t count, int32_t bound) {
+    int32_t low = 0, high = count;
+    while (low < high) {
+        const int32_t middle = low + (high - low) / 2;
+        if (values[middle] >= bound) {
+            high = middle;
+        } else {
+            low = middle + 1;
+        }
+    }
+    return low;
+}
+
+/* A group (sm90_proxy.h) as the kernels see it. The schedule's arrays are NULL in dense mode. */
+struct proxy_work {
+    fmsa_cuda_geometry geometry;
+    const int64_t *list_begin;
+    const int32_t *edge_row, *edge_slot, *row_count;
+    int64_t max_blocks;
+    int32_t total_q, proxy_heads;
+    int32_t row_begin, row_end;
+    int32_t first_block, places;
+    int32_t segment_rows, share_rows; /* multiples of 64; equal in dense mode */
+
+    proxy_share *shares;
+    int32_t *num_shares;
+    int32_t *group_shares; /* [segments][proxy heads] */
+    uint32_t *tickets;     /* [2] one for each of the two kernels that walk the shares; 0 at first */
+    float *numbers;        /* [proxy heads][rows][places] */
+    uint16_t *vectors;     /* the same, of vector_length */
+    float *student_lse;    /* [proxy heads][total_q], times log2(e) */
+
+    __device__ __forceinline__ bool dense() const {
+        return edge_row == nullptr;
+    }
+    __device__ __forceinline__ int64_t first_place(int32_t proxy_head, int32_t row) const {
+        return (int64_t(proxy_head) * (row_end - row_begin) + (row - row_begin)) * places;
+    }
+    /* How many of a row's places exist: the first so many. */
+    __device__ __forceinline__ int32_t places_of(int32_t proxy_head, int32_t row) const {
+        if (!dense()) return row_count[int64_t(proxy_head) * total_q + row];
+        const int32_t position = geometry.row_position[row];
+        const int32_t blocks = position < 0 ? 0 : position / block_keys + 1;
+        return min(max(blocks - first_block, 0), places);
+    }
+};
+
+/* ---- Tokens. A thread of the producer knows one token of the tile; all learn of it through shared memory. ---- */
+
+struct token_tile {
+    int32_t limit[tile_tokens];        /* last key of the block that the token sees; negative: no token */
+    int32_t place[tile_tokens];        /* number of (proxy head, row, place); negative: no token */
+    int32_t row[tile_tokens];          /* negative: no token; such a row is not read */
+    float lse[tile_tokens];            /* student's; +inf: no token, or not asked for */
+    uint32_t masked[tile_tokens / 32]; /* whether any of 32 tokens does not see all 128 keys */
+    uint32_t reserved[2];
+};
+
+struct token {
+    int32_t row, place; /* place within the row */
+    int32_t position;
+    float lse;
+};
+
+/* Row and place of token i of a share: of none from count on. */
+__device__ __forceinline__ token find_token(const proxy_work &w, const proxy_share &s, int32_t dense_place, int32_t i) {
+    token t = {-1, 0, -1, INFINITY};
+    if (i >= s.count) return t;
+    t.row = w.dense() ? int32_t(s.begin) + i : w.edge_row[s.begin + i];
+    t.place = w.dense() ? dense_place : w.edge_slot[s.begin + i];
+    return t;
+}
+
+/* What else must be known of it; begun long before it is used. */
+template <bool with_lse>
+__device__ __forceinline__ void complete_token(const proxy_work &w, const proxy_share &s, token &t) {
+    if (t.row < 0) return;
+    t.position = w.geometry.row_position[t.row];
+    if (with_lse) t.lse = w.student_lse[int64_t(s.proxy_head) * w.total_q + t.row];
+}
+
+/* Called by the first two warps of the producer. */
+__device__ __forceinline__ void keep_token(const proxy_work &w, const proxy_share &s, token_tile &tile, const token &t,
+                                           int32_t block_position) {
+    const int i = threadIdx.x;
+    const int32_t limit = t.position < 0 ? -1 : t.position - block_position;
+    const bool there = limit >= 0;
+    tile.limit[i] = limit;
+    tile.row[i] = there ? t.row : -1;
+    tile.place[i] = there ? int32_t(w.first_place(s.proxy_head, t.row)) + t.place : -1;
+    tile.lse[i] = there ? t.lse : INFINITY;
+    const uint32_t masked = __any_sync(0xffffffffu, limit < block_keys - 1);
+    if (i % 32 == 0) tile.masked[i / 32] = masked;
+}
+
+/* ---- Copies by the producer: cp.async, since rows lie anywhere. 16-byte chunks go where the 128-byte swizzle of wgmma
+ * expects them; 64 columns after 64 columns. What is not there is 0. ---- */
+
+template <int rows>
+__device__ __forceinline__ uint32_t chunk_offset(int row, int chunk) {
+    return chunk / 8 * (rows * 128) + row * 128 + ((chunk % 8 ^ row % 8) << 4);
+}
+
+template <int D, typename T>
+__device__ __forceinline__ void load_token_rows(uint32_t destination, const token_tile &tile, const view<const T> &q,
+                                                int64_t head) {
+    constexpr int chunks = D / 8, rows_at_once = producer_threads / chunks;
+    const int chunk = threadIdx.x % chunks, first = threadIdx.x / chunks;
+#pragma unroll
+    for (int i = 0; i < tile_tokens / rows_at_once; i++) {
+        const int r = first + i * rows_at_once;
+        const int32_t row = tile.row[r];
+        cp_async_16(destination + chunk_offset<tile_tokens>(r, chunk), q.at(max(row, 0), head) + 8 * chunk, row >= 0);
+    }
+}
+
+template <int D, typename T>
+__device__ __forceinline__ void load_key_rows(uint32_t destination, const view<const T> &k, int32_t key_row,
+                                              int32_t keys, int64_t head) {
+    constexpr int chunks = D / 8, rows_at_once = producer_threads / chunks;
+    const int chunk = threadIdx.x % chunks, first = threadIdx.x / chunks;
+#pragma unroll 4
+    for (int i = 0; i < block_keys / rows_at_once; i++) {
+        const int r = first + i * rows_at_once;
+        const bool there = r < keys;
+        cp_async_16(destination + chunk_offset<block_keys>(r, chunk), k.at(key_row + (there ? r : 0), head) + 8 * chunk,
+                    there);
+    }
+}
+
+/* ---- Shares, on the producer's side. ---- */
+
+struct block_place {
+    int32_t key_row, keys; /* first key, and how many there are */
+    int32_t position;      /* of the first key within its document */
+    int32_t dense_place;   /* of the block in the group, in dense mode */
+
+    __device__ __forceinline__ block_place(const proxy_work &w, int32_t block) {
+        const fmsa_cuda_geometry &g = w.geometry;
+        key_row = g.block_k_begin[block];
+        keys = g.block_k_end[block] - key_row;
+        position = g.block_number[block] * block_keys;
+        dense_place = g.block_number[block] - w.first_block;
+    }
+};
+
+__device__ __forceinline__ int32_t tiles_of(const proxy_share &s) {
+    return (s.count + tile_tokens - 1) / tile_tokens;
+}
+
+/* Takes shares by ticket. A ticket is drawn while the share before it is in work. All threads of the producer call. */
+struct share_taker {
+    uint32_t *ticket;
+    int32_t *shared; /* one number in shared memory */
+    int32_t count, drawn, number;
+
+    __device__ __forceinline__ share_taker(const proxy_work &w, int which, int32_t *shared)
+        : ticket(w.tickets + which), shared(shared), count(*w.num_shares), drawn(0), number(0) {
+        if (threadIdx.x == 0) drawn = atomicAdd(ticket, 1u);
+    }
+
+    /* Whether there is one. Between two calls every thread passes another barrier of the producer. */
+    __device__ __forceinline__ bool take(const proxy_work &w, proxy_share &s) {
+        if (threadIdx.x == 0) *shared = drawn;
+        named_barrier_sync(1, producer_threads);
+        number = uniform(*static_cast<volatile int32_t *>(shared));
+        if (number >= count) return false;
+        s = w.shares[number];
+        if (threadIdx.x == 0) drawn = atomicAdd(ticket, 1u);
+        return true;
+    }
+};
+
+/* The tokens of a share, tile by tile: row and place are asked for two tiles ahead, the rest one. */
+template <bool with_lse>
+struct token_stream {
+    const proxy_work &w;
+    const proxy_share &s;
+    const block_place &block;
+    token current, following;
+    int32_t next;
+
+    __device__ __forceinline__ token_stream(const proxy_work &w, const proxy_share &s, const block_place &block)
+        : w(w), s(s), block(block), next(threadIdx.x) {
+        following = find_token(w, s, block.dense_place, threadIdx.x < tile_tokens ? next : s.count);
+        advance();
+    }
+
+    /* All threads of the producer: afterwards all of them may read the tile. */
+    __device__ __forceinline__ void keep(token_tile &tile) {
+        if (threadIdx.x < tile_tokens) keep_token(w, s, tile, current, block.position);
+        named_barrier_sync(1, producer_threads);
+    }
+
+    __device__ __forceinline__ void advance() {
+        if (threadIdx.x >= tile_tokens) return;
+        next += tile_tokens;
+        current = following;
+        complete_token<with_lse>(w, s, current);
+        following = find_token(w, s, block.dense_place, next);
+    }
+};
+
+/* What the consumers must know of a share. */
+struct share_data {
+    int32_t tiles; /* 0: there are no more shares */
+    int32_t key_row, keys;
+    int32_t proxy_head, block;
+    int32_t number;      /* of the share */
+    int32_t before, end; /* tokens of the block's list before the share, and up to its end */
+};
+
+__device__ __forceinline__ void describe_share(const proxy_work &w, const proxy_share &s, const block_place &block,
+                                               int32_t number, share_data &data) {
+    data.tiles = tiles_of(s);
+    data.key_row = block.key_row;
+    data.keys = block.keys;
+    data.proxy_head = s.proxy_head;
+    data.block = s.block;
+    data.number = number;
+    const int64_t list =
+        w.dense() ? int64_t(w.geometry.block_q_begin[s.block]) : w.list_begin[s.proxy_head * w.max_blocks + s.block];
+    data.before = static_cast<int32_t>(s.begin - list);
+    data.end = data.before + s.count;
+}
+
+constexpr int kl_sums_a_share = 8; /* one a warp */
+
+/* ---- Host: the parts of a group's memory, and the launchers. ---- */
+
+struct group_memory {
+    proxy_work work;
+    float *kl_sums; /* [shares][8] */
+    int64_t max_shares;
+    float *dq; /* dense mode: [rows][proxy heads][Dp] sums so far */
+    size_t bytes;
+};
+
+/* computed: the teacher is made from q, k, lse, so neighbours should meet the same rows of q. */
+group_memory take_group(const fmsa_problem *problem, const fmsa_sm90_proxy &proxy, const fmsa_sm90_proxy_group &group,
+                        void *memory, int32_t planes, bool computed);
+
+/* Finds the shares of the group and sets the tickets to 0. */
+fmsa_status find_shares(const proxy_work &w, cudaStream_t stream);
+
+/* The LSE of the rows over the places of the group, whose shares have been found. first: nothing was there before. */
+fmsa_status student_lse(const fmsa_problem *problem, const fmsa_tensors *tensors, const proxy_work &w, bool first,
+                        cudaStream_t stream);
+
+/* Adds the planes of the teacher to the first. */
+fmsa_status add_planes(const proxy_work &w, int64_t plane_halves, int32_t planes, cudaStream_t stream);
+
+/* The terms of dq_proxy, dk_proxy's sums and the shares' KL sums. The teacher is in the group's vectors, or (computed)
+ * made from q, k, lse. */
+fmsa_status differ_from_teacher(const fmsa_problem *problem, const fmsa_tensors *tensors, const fmsa_sm90_proxy &proxy,
+                                const group_memory &group, bool computed, cudaStream_t stream);
+
+/* Adds the terms to those of the chunk's groups before; after the last they are dq_proxy. */
+fmsa_status add_terms(const fmsa_problem *problem, const fmsa_tensors *t, const group_memory &group, bool first,
+                      bool last, cudaStream_t stream);
+
+/* Adds the shares' sums to *kl, and at the end writes the value. */
+fmsa_status add_kl(const group_memory &group, double *kl, cudaStream_t stream);
+fmsa_status write_kl(const fmsa_problem *problem, const double *sum, void *kl, cudaStream_t stream);
+
+/* dS is multiplied by this before it is rounded: fp16 would lose what is below 2^-24. */
+template <typename T>
+constexpr float ds_scale = 1;
+template <>
+inline constexpr float ds_scale<__half> = 1 << 14;
+
+inline float ds_scale_of(const fmsa_problem *problem) {
+    return problem->config.dtype == FMSA_DTYPE_FP16 ? ds_scale<__half> : 1;
+}
+
+/* Sums of dk_proxy for a key: those that turns keep apart, or one a key head. */
+inline int32_t dk_sum_heads(const fmsa_problem *problem) {
+    return in_order(problem) ? problem->config.num_proxy_heads : problem->config.num_proxy_kv_heads;
+}
+
+/* 1 / N; without queries N may be 0, and so is every sum. */
+inline double kl_factor(const fmsa_problem *problem) {
+    return problem->config.kl_count == 0 ? 0 : 1 / static_cast<double>(problem->config.kl_count);
+}
+
+/* Thread blocks of a persistent kernel: one a multiprocessor. */
+fmsa_status multiprocessors(unsigned *count);
+
+template <typename F>
+fmsa_status with_16_bit_type_and_dim(fmsa_dtype dtype, int dim, F f) {
+    const auto with_dim = [&](auto type) {
+        if (dim == 64) return f(type, constant<64>());
+        return f(type, constant<128>());
+    };
+    if (dtype == FMSA_DTYPE_FP16) return with_dim(__half());
+    return with_dim(__nv_bfloat16());
+}
+
+} // namespace fmsa::proxy
+
+#endif

@@ -1,0 +1,258 @@
+/* Around the two large kernels of the Hopper proxy loss: the finding of shares, the addition of teacher planes, the
+ * terms of dq_proxy added up, the KL value.
+ *
+ * Shares: a thread block for each (segment, proxy head) looks at the blocks that the segment's rows can see, twice: it
+ * counts, and with the counts of all before it known it writes. Floor of the rest: memory, 256 B a (row, place) once.
+ */
+#include "scan.cuh"
+#include "sm90_proxy.cuh"
+
+namespace fmsa::proxy {
+
+/* ---- Shares ---- */
+
+constexpr int find_threads = 256;
+
+/* The part of a block's list that a segment has: edges, or in dense mode rows. */
+struct part_of_list {
+    int64_t begin;
+    int32_t count;
+};
+
+__device__ __forceinline__ part_of_list find_part(const proxy_work &w, int32_t proxy_head, int32_t block,
+                                                  int32_t row_begin, int32_t row_end) {
+    if (w.dense()) {
+        const int32_t number = w.geometry.block_number[block];
+        const int32_t begin = max(w.geometry.block_q_begin[block], row_begin);
+        const int32_t end = min(w.geometry.block_q_end[block], row_end);
+        const bool taken = number >= w.first_block && number < w.first_block + w.places;
+        return {begin, taken && begin < end ? end - begin : 0};
+    }
+    const int64_t *list = w.list_begin + proxy_head * w.max_blocks + block;
+    const int32_t *rows = w.edge_row + list[0], count = static_cast<int32_t>(list[1] - list[0]);
+    const int32_t first = row_begin == 0 ? 0 : first_at_least(rows, count, row_begin);
+    const int32_t end = row_end == w.total_q ? count : first + first_at_least(rows + first, count - first, row_end);
+    return {list[0] + first, end - first};
+}
+
+/* counting: writes the number of shares of each (segment, proxy head). Otherwise: writes the shares. */
+__global__ void __launch_bounds__(find_threads)
+    find_shares_kernel(const __grid_constant__ proxy_work w, bool counting) {
+    const int32_t group = blockIdx.x, proxy_head = group % w.proxy_heads;
+    const int32_t row_begin = w.row_begin + group / w.proxy_heads * w.segment_rows;
+    const int32_t row_end = min(row_begin + w.segment_rows, w.row_end);
+    const int32_t blocks = *w.geometry.num_blocks;
+    /* Query ranges of blocks begin and end in ascending order. */
+    const int32_t first = first_at_least(w.geometry.block_q_end, blocks, row_begin + 1);
+    const int32_t end = first_at_least(w.geometry.block_q_begin, blocks, row_end);
+    int32_t before = 0, total;
+    if (!counting) {
+        for (int32_t i = threadIdx.x; i < group; i += find_threads)
+            before += w.group_shares[i];
+        block_exclusive_scan<find_threads>(before, 0, add(), total);
+        before = total;
+    }
+    for (int32_t tile = first; tile < end; tile += find_threads) {
+        const int32_t block = tile + static_cast<int32_t>(threadIdx.x);
+        part_of_list part = {0, 0};
+        if (block < end) part = find_part(w, proxy_head, block, row_begin, row_end);
+        const int32_t shares = (part.count + w.share_rows - 1) / w.share_rows;
+        int32_t place = before + block_exclusive_scan<find_threads>(shares, 0, add(), total);
+        before += total;
+        if (counting) continue;
+        for (int32_t done = 0; done < part.count; done += w.share_rows) {
+            const int32_t count = min(part.count - done, w.share_rows);
+            w.shares[place++] = {part.begin + done, count, block, proxy_head, 0};
+        }
+    }
+    if (threadIdx.x != 0) return;
+    if (counting) {
+        w.group_shares[group] = before;
+    } else if (group == static_cast<int32_t>(gridDim.x) - 1) {
+        *w.num_shares = before;
+        w.tickets[0] = w.tickets[1] = 0;
+    }
+}
+
+fmsa_status find_shares(const proxy_work &w, cudaStream_t stream) {
+    const unsigned segments = fmsa_cuda_grid(w.row_end - w.row_begin, w.segment_rows);
+    for (const bool counting : {true, false}) {
+        FMSA_TRY(launch("shares of the proxy loss", find_shares_kernel, dim3(segments * w.proxy_heads), find_threads, 0,
+                        stream, w, counting));
+    }
+    return FMSA_OK;
+}
+
+/* ---- Planes of the teacher: added to the first, in order. A half warp a (proxy head, row, place). ---- */
+
+constexpr int vector_threads = 256;
+
+__device__ __forceinline__ void add_halves(uint32_t &sum, uint32_t term) {
+    const float2 a = unpack_pair(sum, __half()), b = unpack_pair(term, __half());
+    sum = pack_pair(a.x + b.x, a.y + b.y, __half());
+}
+
+__global__ void __launch_bounds__(vector_threads)
+    add_planes_kernel(const __grid_constant__ proxy_work w, int64_t plane_halves, int32_t planes) {
+    constexpr int lanes = vector_length / 8;
+    const int64_t rows = w.row_end - w.row_begin, total = rows * w.proxy_heads * w.places * lanes;
+    for (int64_t i = int64_t(blockIdx.x) * vector_threads + threadIdx.x; i < total;
+         i += int64_t(gridDim.x) * vector_threads) {
+        const int64_t vector = i / lanes, row = vector / w.places;
+        if (vector % w.places >=
+            w.places_of(static_cast<int32_t>(row / rows), w.row_begin + static_cast<int32_t>(row % rows)))
+            continue;
+        uint4 *first = reinterpret_cast<uint4 *>(w.vectors) + i;
+        uint4 sum = *first;
+        for (int32_t plane = 1; plane < planes; plane++) {
+            const uint4 term = first[plane * plane_halves / 8];
+            add_halves(sum.x, term.x);
+            add_halves(sum.y, term.y);
+            add_halves(sum.z, term.z);
+            add_halves(sum.w, term.w);
+        }
+        *first = sum;
+    }
+}
+
+fmsa_status add_planes(const proxy_work &w, int64_t plane_halves, int32_t planes, cudaStream_t stream) {
+    const int64_t halves = int64_t(w.row_end - w.row_begin) * w.proxy_heads * w.places * vector_length;
+    return launch("planes of the teacher", add_planes_kernel, dim3(fmsa_cuda_grid(halves / 8, vector_threads)),
+                  vector_threads, 0, stream, w, plane_halves, planes);
+}
+
+/* ---- dq_proxy: Dp / 8 lanes a (proxy head, row) add its terms in the order of its places. ---- */
+
+struct term_parameters {
+    proxy_work w;
+    float *sums;      /* NULL, or what earlier groups have left, and these leave: [proxy heads][rows][Dp] */
+    bool first, last; /* of the groups */
+    float factor;
+    const float *device_factor; /* NULL: 1 */
+    fmsa_tensor out;
+};
+
+/* Lane 4 * c + t of a row's lanes holds pairs of columns 8 * (4 * c + i) + 2 * t + {0, 1}, i = 0 ... 3. Afterwards it
+ * holds pairs 2 * i of the columns from 8 * (4 * c + t) on: a 4 x 4 transpose among neighbouring lanes. */
+__device__ __forceinline__ void transpose_pairs(uint32_t (&pair)[4]) {
+    const int t = threadIdx.x & 3;
+#pragma unroll
+    for (int step = 1; step < 4; step++) {
+        const int other = t ^ step;
+        const uint32_t sent = other == 0 ? pair[0] : other == 1 ? pair[1] : other == 2 ? pair[2] : pair[3];
+        const uint32_t received = __shfl_xor_sync(0xffffffffu, sent, step);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (i == other) pair[i] = received;
+    }
+}
+
+template <typename T, int D>
+__global__ void __launch_bounds__(vector_threads) add_terms_kernel(const __grid_constant__ term_parameters a) {
+    constexpr int lanes = D / 8;
+    const proxy_work &w = a.w;
+    const int64_t rows = w.row_end - w.row_begin, total = rows * w.proxy_heads;
+    const int64_t number = int64_t(blockIdx.x) * (vector_threads / lanes) + threadIdx.x / lanes;
+    const int64_t vector = min(number, total - 1); /* whole warps stay for the transpose */
+    const int lane = threadIdx.x % lanes;
+    const int32_t proxy_head = static_cast<int32_t>(vector / rows);
+    const int32_t row = w.row_begin + static_cast<int32_t>(vector % rows);
+    const int32_t count = w.places_of(proxy_head, row);
+    const float *scale = w.numbers + vector * w.places;
+    const uint4 *term = reinterpret_cast<const uint4 *>(w.vectors) + vector * w.places * (vector_length / 8) + lane;
+    float4 *kept = reinterpret_cast<float4 *>(a.sums) + (vector * lanes + lane) * 2;
+    float sum[8] = {};
+    if (!a.first) {
+        const float4 low = kept[0], high = kept[1];
+        sum[0] = low.x, sum[1] = low.y, sum[2] = low.z, sum[3] = low.w;
+        sum[4] = high.x, sum[5] = high.y, sum[6] = high.z, sum[7] = high.w;
+    }
+#pragma unroll 8
+    for (int32_t p = 0; p < count; p++) {
+        const uint4 x = __ldcs(term + int64_t(p) * (vector_length / 8));
+        const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
+        const float factor = scale[p];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float2 two = unpack_pair(pairs[i], __half());
+            sum[2 * i] = fmaf(two.x, factor, sum[2 * i]);
+            sum[2 * i + 1] = fmaf(two.y, factor, sum[2 * i + 1]);
+        }
+    }
+    if (!a.last) {
+        if (number >= total) return;
+        kept[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+        kept[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+        return;
+    }
+    const float factor = a.device_factor == nullptr ? a.factor : a.factor * *a.device_factor;
+    uint32_t pair[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        pair[i] = pack_pair(sum[2 * i] * factor, sum[2 * i + 1] * factor, T());
+    transpose_pairs(pair);
+    if (number >= total) return;
+    const view<T> out(static_cast<T *>(a.out.data), a.out.row_stride, a.out.head_stride);
+    *reinterpret_cast<uint4 *>(out.at(row, proxy_head) + 8 * lane) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+}
+
+fmsa_status add_terms(const fmsa_problem *problem, const fmsa_tensors *t, const group_memory &group, bool first,
+                      bool last, cudaStream_t stream) {
+    const fmsa_config *c = &problem->config;
+    term_parameters p = {};
+    p.w = group.work;
+    p.sums = group.dq;
+    p.first = first;
+    p.last = last;
+    p.factor = static_cast<float>(c->proxy_scale * kl_factor(problem)) / ds_scale_of(problem);
+    p.device_factor = static_cast<const float *>(t->grad_kl);
+    p.out = t->dq_proxy;
+    return with_16_bit_type_and_dim(c->dtype, c->proxy_head_dim, [&](auto type, auto dim) {
+        constexpr int D = decltype(dim)::value;
+        const int64_t lanes = int64_t(p.w.row_end - p.w.row_begin) * p.w.proxy_heads * (D / 8);
+        return launch("terms of dq_proxy", add_terms_kernel<decltype(type), D>,
+                      dim3(fmsa_cuda_grid(lanes, vector_threads)), vector_threads, 0, stream, p);
+    });
+}
+
+/* ---- The KL value: one block, each thread a fixed subset of the shares' sums, then a fixed tree. ---- */
+
+constexpr int kl_threads = 1024;
+
+__device__ __forceinline__ double sum_of_block(double x) {
+    __shared__ double warp_sum[kl_threads / 32];
+    for (int step = 16; step > 0; step /= 2)
+        x += __shfl_xor_sync(0xffffffffu, x, step);
+    if (threadIdx.x % 32 == 0) warp_sum[threadIdx.x / 32] = x;
+    __syncthreads();
+    double sum = 0;
+    for (int i = 0; i < kl_threads / 32; i++)
+        sum += warp_sum[i];
+    return sum;
+}
+
+__global__ void __launch_bounds__(kl_threads) add_kl_kernel(const float *sums, const int32_t *shares, double *kl) {
+    const int64_t count = int64_t(*shares) * kl_sums_a_share;
+    double sum = 0;
+    for (int64_t i = threadIdx.x; i < count; i += kl_threads)
+        sum += sums[i];
+    sum = sum_of_block(sum);
+    if (threadIdx.x == 0) *kl += sum;
+}
+
+__global__ void write_kl_kernel(const double *sum, double factor, float *kl) {
+    *kl = static_cast<float>(*sum * factor);
+}
+
+fmsa_status add_kl(const group_memory &group, double *kl, cudaStream_t stream) {
+    return launch("sum of the KL value", add_kl_kernel, dim3(1), kl_threads, 0, stream, group.kl_sums,
+                  group.work.num_shares, kl);
+}
+
+fmsa_status write_kl(const fmsa_problem *problem, const double *sum, void *kl, cudaStream_t stream) {
+    constexpr double log_2 = 0.69314718055994530942;
+    return launch("KL value", write_kl_kernel, dim3(1), 1, 0, stream, sum, kl_factor(problem) * log_2,
+                  static_cast<float *>(kl));
+}
+
+} // namespace fmsa::proxy

@@ -1,0 +1,225 @@
+/* The student's LSE over the places of a group: log2 of the sum of exp2(log2(e) * proxy_scale * <q_proxy, k_proxy>).
+ *
+ * Key-outer, persistent, one block of four warpgroups a multiprocessor. Tiles of 64 tokens (M) x 128 keys (N), S = Q
+ * K^T by wgmma m64n128, the row's maximum and sum of exponentials from the accumulator; one number for each (row,
+ * place). A small kernel then adds up the places of a row, in their order, so the result is the same on every run.
+ *
+ * Warpgroup 0 produces: it takes shares by ticket, copies the share's keys (two buffers) and the tokens' rows (eight
+ * stages of 64) by cp.async; warpgroups 1-3 take the tiles in turn, so that the exponentials of two run beside the
+ * product of the third. Barriers: full[stage] from the producer's 128 copies and 64 token writers to the tile's
+ * warpgroup, empty[stage] back from its 4 warps; key_full and key_empty the same for a share, with all 12 warps.
+ * Registers: 128 a thread; S takes 64. Shared memory (Dp = 128): keys 64 KB, stages 128 KB, tokens 8 KB.
+ * Floor: 2 * 128 * Dp FLOPs and 128 exponentials a (row, place): both 1,024 clocks for 128 of them at Dp = 128. */
+#include "sm90_proxy.cuh"
+
+namespace fmsa::proxy {
+
+constexpr int student_threads = 512, consumers = 3, key_buffers = 2, student_stages = 8;
+
+template <typename T>
+struct student_parameters {
+    proxy_work w;
+    view<const T> q_proxy, k_proxy;
+    int32_t proxy_heads_per_key_head;
+    float scale_log2; /* proxy_scale * log2(e) */
+};
+
+template <int D>
+struct student_memory {
+    static constexpr int key_bytes = block_keys * D * 2, stage_bytes = tile_tokens * D * 2;
+    alignas(1024) char keys[key_buffers][key_bytes];
+    alignas(1024) char rows[student_stages][stage_bytes];
+    token_tile tokens[student_stages];
+    share_data shares[key_buffers];
+    uint64_t full[student_stages], empty[student_stages], key_full[key_buffers], key_empty[key_buffers];
+    int32_t next_share;
+};
+
+template <typename T, int D>
+__device__ __forceinline__ void produce(const student_parameters<T> &a, student_memory<D> &m) {
+    const proxy_work &w = a.w;
+    const int tid = threadIdx.x;
+    share_taker taker(w, 0, &m.next_share);
+    uint32_t tile = 0;
+    for (uint32_t i = 0;; i++) {
+        const int buffer = i % key_buffers;
+        barrier_wait(shared_address(&m.key_empty[buffer]), (i / key_buffers + 1) & 1);
+        const uint32_t key_full = shared_address(&m.key_full[buffer]);
+        proxy_share s;
+        if (!taker.take(w, s)) {
+            if (tid == 0) m.shares[buffer].tiles = 0;
+            barrier_arrive(key_full);
+            barrier_arrive_after_copies(key_full);
+            return;
+        }
+        const block_place block(w, s.block);
+        if (tid == 0) describe_share(w, s, block, taker.number, m.shares[buffer]);
+        load_key_rows<D>(shared_address(m.keys[buffer]), a.k_proxy, block.key_row, block.keys,
+                         s.proxy_head / a.proxy_heads_per_key_head);
+        barrier_arrive(key_full);
+        barrier_arrive_after_copies(key_full);
+
+        token_stream<false> tokens(w, s, block);
+        for (int32_t t = 0; t < tiles_of(s); t++, tile++) {
+            const int stage = tile % student_stages;
+            const uint32_t full = shared_address(&m.full[stage]);
+            barrier_wait(shared_address(&m.empty[stage]), (tile / student_stages + 1) & 1);
+            tokens.keep(m.tokens[stage]);
+            load_token_rows<D>(shared_address(m.rows[stage]), m.tokens[stage], a.q_proxy, s.proxy_head);
+            barrier_arrive_after_copies(full);
+            if (tid < tile_tokens) barrier_arrive(full);
+            tokens.advance();
+        }
+    }
+}
+
+/* The largest of the scores that a token sees, and then their sum of exponentials, of row g (half 0) or g + 8. */
+__device__ __forceinline__ float log2_sum(float (&s)[64], int half, int32_t limit, float scale_log2) {
+    const int column = 2 * (threadIdx.x & 3);
+    if (limit < block_keys - 1) {
+#pragma unroll
+        for (int j = 0; j < 16; j++) {
+            if (8 * j + column > limit) s[4 * j + 2 * half] = -INFINITY;
+            if (8 * j + column + 1 > limit) s[4 * j + 2 * half + 1] = -INFINITY;
+        }
+    }
+    float most[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
+#pragma unroll
+    for (int j = 0; j < 16; j++) {
+        most[0] = fmaxf(most[0], s[4 * j + 2 * half]);
+        most[1] = fmaxf(most[1], s[4 * j + 2 * half + 1]);
+    }
+    const float greatest = quad_max(fmaxf(most[0], most[1]));
+    const float reference = greatest == -INFINITY ? 0 : greatest * scale_log2;
+#pragma unroll
+    for (int j = 0; j < 16; j++) {
+        sum[0] += exp2_approx(fmaf(s[4 * j + 2 * half], scale_log2, -reference));
+        sum[1] += exp2_approx(fmaf(s[4 * j + 2 * half + 1], scale_log2, -reference));
+    }
+    return reference + __log2f(quad_sum(sum[0] + sum[1]));
+}
+
+template <typename T, int D>
+__device__ __forceinline__ void consume(const student_parameters<T> &a, student_memory<D> &m) {
+    const proxy_work &w = a.w;
+    const int lane = threadIdx.x & 31, own = threadIdx.x / 128 - 1;
+    const int row = threadIdx.x % 128 / 32 * 16 + lane / 4;
+    uint32_t first = 0; /* tile of the share */
+    for (uint32_t i = 0;; i++) {
+        const int buffer = i % key_buffers;
+        barrier_wait(shared_address(&m.key_full[buffer]), i / key_buffers & 1);
+        const int32_t tiles = uniform(m.shares[buffer].tiles);
+        if (tiles == 0) return;
+        fence_async_proxy();
+        const uint64_t keys = operand(shared_address(m.keys[buffer]), 0, 1024);
+        for (uint32_t tile = first + (own + consumers - first % consumers) % consumers; tile < first + tiles;
+             tile += consumers) {
+            const int stage = tile % student_stages;
+            const token_tile &tokens = m.tokens[stage];
+            barrier_wait(shared_address(&m.full[stage]), tile / student_stages & 1);
+            fence_async_proxy();
+            const uint64_t rows = operand(shared_address(m.rows[stage]), 0, 1024);
+            float s[64];
+            wgmma_fence();
+#pragma unroll
+            for (int d = 0; d < D / 16; d++) {
+                const uint64_t q = rows + d / 4 * (tile_tokens * 128 >> 4) + d % 4 * 2;
+                const uint64_t k = keys + d / 4 * (block_keys * 128 >> 4) + d % 4 * 2;
+                if (d == 0) {
+                    wgmma_new(s, q, k, T());
+                } else {
+                    wgmma(s, q, k, T());
+                }
+            }
+            wgmma_commit();
+            const int32_t limit[2] = {tokens.limit[row], tokens.limit[row + 8]};
+            const int32_t place[2] = {tokens.place[row], tokens.place[row + 8]};
+            wgmma_wait<0>();
+            pin(s);
+            if (lane == 0) barrier_arrive(shared_address(&m.empty[stage]));
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const float value = log2_sum(s, half, limit[half], a.scale_log2);
+                if ((lane & 3) == 0 && place[half] >= 0) w.numbers[place[half]] = value;
+            }
+        }
+        first += tiles;
+        if (lane == 0) barrier_arrive(shared_address(&m.key_empty[buffer]));
+    }
+}
+
+template <typename T, int D>
+__global__ void __launch_bounds__(student_threads, 1) student_kernel(const __grid_constant__ student_parameters<T> a) {
+    extern __shared__ __align__(1024) char memory[];
+    student_memory<D> &m = *reinterpret_cast<student_memory<D> *>(memory);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < student_stages; i++) {
+            barrier_init(shared_address(&m.full[i]), producer_threads + tile_tokens);
+            barrier_init(shared_address(&m.empty[i]), 4);
+        }
+        for (int i = 0; i < key_buffers; i++) {
+            barrier_init(shared_address(&m.key_full[i]), 2 * producer_threads);
+            barrier_init(shared_address(&m.key_empty[i]), 4 * consumers);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+    if (uniform(threadIdx.x / 128) == 0) {
+        produce<T, D>(a, m);
+    } else {
+        consume<T, D>(a, m);
+    }
+}
+
+/* ---- The places of a row, added up: a thread a (proxy head, row). ---- */
+
+constexpr int sum_threads = 256;
+
+__global__ void __launch_bounds__(sum_threads) sum_places(const __grid_constant__ proxy_work w, bool first) {
+    const int64_t i = int64_t(blockIdx.x) * sum_threads + threadIdx.x, rows = w.row_end - w.row_begin;
+    if (i >= rows * w.proxy_heads) return;
+    const int32_t proxy_head = static_cast<int32_t>(i / rows), row = w.row_begin + static_cast<int32_t>(i % rows);
+    const float *numbers = w.numbers + i * w.places;
+    const int32_t count = w.places_of(proxy_head, row);
+    float &lse = w.student_lse[int64_t(proxy_head) * w.total_q + row];
+    float most = first ? -INFINITY : lse;
+    const float before = most;
+    for (int32_t p = 0; p < count; p++)
+        most = fmaxf(most, numbers[p]);
+    if (most == -INFINITY) most = 0;
+    float sum = exp2f(before - most);
+    for (int32_t p = 0; p < count; p++)
+        sum += exp2f(numbers[p] - most);
+    lse = most + log2f(sum);
+}
+
+template <typename T, int D>
+static fmsa_status launch_student(const fmsa_problem *problem, const fmsa_tensors *t, const proxy_work &w,
+                                  cudaStream_t stream) {
+    const fmsa_config *c = &problem->config;
+    student_parameters<T> p = {};
+    p.w = w;
+    p.q_proxy = view<const T>(t->q_proxy);
+    p.k_proxy = view<const T>(t->k_proxy);
+    p.proxy_heads_per_key_head = c->num_proxy_heads / c->num_proxy_kv_heads;
+    p.scale_log2 = static_cast<float>(c->proxy_scale * log2_e);
+    unsigned blocks;
+    FMSA_TRY(multiprocessors(&blocks));
+    return launch("student LSE", student_kernel<T, D>, dim3(blocks), student_threads, sizeof(student_memory<D>), stream,
+                  p);
+}
+
+fmsa_status student_lse(const fmsa_problem *problem, const fmsa_tensors *tensors, const proxy_work &w, bool first,
+                        cudaStream_t stream) {
+    if (w.max_blocks > 0) {
+        FMSA_TRY(
+            with_16_bit_type_and_dim(problem->config.dtype, problem->config.proxy_head_dim, [&](auto type, auto dim) {
+                return launch_student<decltype(type), decltype(dim)::value>(problem, tensors, w, stream);
+            }));
+    }
+    const int64_t rows = int64_t(w.row_end - w.row_begin) * w.proxy_heads;
+    return launch("sum of places", sum_places, dim3(fmsa_cuda_grid(rows, sum_threads)), sum_threads, 0, stream, w,
+                  first);
+}
+
+} // namespace fmsa::proxy
