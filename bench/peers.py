@@ -7,7 +7,7 @@ Peers that cannot be imported are skipped with a word; none of them is a depende
   flashmsa warm-up dense attention, and proxies that learn from every visible key
   cudnn            dense causal attention of cuDNN, through PyTorch
   fa4              dense causal attention of FlashAttention-4 (pip install flash-attn-4)
-  flash-msa        sparse attention and proxy gradients of Flash-MSA (pip install flash-msa); its KL value is a placeholder
+  flash-msa        sparse attention and proxy gradients of Flash-MSA (pip install flash-msa); without a KL value
 
 Every peer runs by itself for a while in each round, so that it is measured in steady state and all share the card's
 clocks and power; first calls, which compile, are not counted. A figure is a median, in milliseconds."""
@@ -172,7 +172,7 @@ def compare(
             times[name] += turn(*ready[name], seconds)
     rows: list[dict[str, object]] = []
     for name, pairs in times.items():
-        forward, backward = (statistics.median(column) for column in zip(*pairs))
+        forward, backward = (statistics.median(column) for column in zip(*pairs, strict=True))
         rows.append(
             {
                 "peer": name,

@@ -30,7 +30,7 @@ def main() -> None:
     for peer, (label, colour, marker) in NAMES.items():
         points = sorted((row["tokens"], row["step_ms"]) for row in report["rows"] if row["peer"] == peer)
         if points:
-            axes.plot(*zip(*points), label=label, color=colour, marker=marker)
+            axes.plot(*zip(*points, strict=True), label=label, color=colour, marker=marker)
     tokens = sorted({row["tokens"] for row in report["rows"]})
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

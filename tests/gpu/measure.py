@@ -26,8 +26,8 @@ GEMM_FLOP = 2 * 8192**3
 
 
 def measure(tasks):
-    """Median milliseconds of each task, a function of the iteration's number; all of them in turn, one run each, so that
-    they share clocks and power."""
+    """Median milliseconds of each task, a function of the iteration's number; all of them in turn, one run each,
+    so that they share clocks and power."""
     times = {name: [] for name in tasks}
     start, i = time.monotonic(), 0
     while min(len(t) for t in times.values()) < RUNS:
