@@ -1,0 +1,827 @@
+/* The main kernel of the Hopper backward: dQ, dK and dV of the main attention, and the teacher of the proxy loss.
+ *
+ * Key-outer. A *row* is one (token, query head). A thread block stays on a multiprocessor and takes one item after
+ * another: the 128 keys of a block and tokens that attend to them, in tiles of 64 rows = 64 / unit_heads tokens of one
+ * unit of heads. Transposed, so that P and dS go from the accumulators of one product into the next as left operands:
+ * S^T = K Q^T, P^T = exp(S^T - lse), dP^T = V dO^T, dS^T = P^T (dP^T - delta), dV += P^T dO, dK += dS^T Q; only dS
+ * crosses shared memory, for dQ = dS K, which needs all keys.
+ *
+ * Warp roles, 512 threads:
+ *   warpgroup 0, warp 0: producer. Claims items, gathers the tokens of each tile (one box of the TMA for each token and
+ *     64 columns, lse and delta by cp.async), K and V once an item. Padding tokens are token total_q: the TMA reads
+ *     zeros there, and lse is +inf, so P and dS are 0.
+ *   warpgroups 1 and 2: 64 keys each. All products but dQ; dK and dV stay in registers over the item and are added to
+ *     fp32 sums at its end, in the order of the items where key_turns says so.
+ *   warpgroup 3: dQ. Each warp stages its 16 rows and adds them to the sums by bulk reductions, one a token and piece.
+ * Barriers, per stage: q_full (Q, lse, delta, limits), dout_full, empty (the eight main warps); per dS buffer: ds_full
+ * (main warps), ds_empty (dQ warps); per item: kv_full, kv_empty (main and dQ warps).
+ *
+ * Teacher: the sum of P over the heads of a token is one more product, P^T by a matrix of ones that says which row is
+ * which token's: any number of heads, and it costs a few clocks of the tensor cores.
+ *
+ * Shared memory at D = 128: K and V 64 KB, three stages of Q and dO 96 KB, two dS buffers 32 KB, staging of dQ 16 KB.
+ * Registers a thread: producer 32, main 208, dQ 64; no spills.
+ */
+#ifndef FMSA_CUDA_SM90_BACKWARD_KERNEL_CUH
+#define FMSA_CUDA_SM90_BACKWARD_KERNEL_CUH
+
+#include "sm90.cuh"
+#include "sm90_backward.cuh"
+
+namespace fmsa {
+namespace backward {
+
+constexpr int threads = 512, stages = 3, ds_buffers = 2;
+constexpr int warpgroup = 128, main_warps = 8, dq_warps = 4;
+/* Tiles whose tokens are known to the dQ warps: the producer is at most six tiles ahead of them. */
+constexpr int ring = 8;
+
+/* What comes with a stage. */
+struct alignas(16) stage_rows {
+    float lse[backward_rows], delta[backward_rows];
+    int32_t limit[backward_rows]; /* last key of the block that the row sees; 127 and more: all */
+};
+
+struct tile_tokens {
+    int32_t row[backward_rows];   /* total_q: none */
+    int32_t place[backward_rows]; /* slot of the block in the row, or in dense mode its number in the group */
+    int32_t limit[backward_rows];
+};
+
+struct item_state {
+    int64_t edge_begin; /* dense mode: first query row */
+    int64_t teacher;    /* where query row 0 would leave its first place, in pairs */
+    int32_t edge_count;
+    int32_t tiles; /* 0: there are no more items */
+    int32_t block, block_number, unit;
+    int32_t key_row, keys;
+    int32_t turn_begin, turn_end; /* edges of the block's list before the item's, and with them */
+};
+
+template <int D, bool half_sums>
+struct shared_memory_of {
+    static constexpr int halves = D / 64; /* 64 columns of 16 bits are the width of the swizzle */
+    static constexpr uint32_t key_half = backward_keys * 128, row_half = backward_rows * 128;
+    static constexpr uint32_t key_bytes = halves * key_half, row_bytes = halves * row_half;
+    static constexpr uint32_t ds_half = backward_rows * 128, ds_bytes = 2 * ds_half;
+    static constexpr uint32_t piece_bytes = half_sums ? D * 2 : 256, warp_staging = 16 * piece_bytes;
+
+    static constexpr uint32_t k = 0, v = k + key_bytes, q = v + key_bytes, dout = q + stages * row_bytes;
+    static constexpr uint32_t ds = dout + stages * row_bytes, staging = ds + ds_buffers * ds_bytes;
+    static constexpr uint32_t ones = staging + dq_warps * warp_staging; /* [64 tokens][64 rows] */
+    static constexpr uint32_t bytes = ones + backward_rows * 128;
+};
+
+struct shared_state {
+    uint64_t q_full[stages], dout_full[stages], empty[stages];
+    uint64_t ds_full[ds_buffers], ds_empty[ds_buffers], kv_full, kv_empty;
+    item_state item, next;  /* in work; and the one whose rows are being loaded */
+    int32_t masked[stages]; /* whether some row of the stage does not see all keys */
+    stage_rows rows[stages];
+    tile_tokens tokens[ring];
+};
+
+/* How far a warp has come: the tile and its stage, and the parities of the passes through the stages and of the items.
+ * The latter is the top bit of `count`, whose low bits number the tiles: registers are short. */
+struct progress {
+    int32_t stage = 0;
+    uint32_t stage_parity;
+    uint32_t count;
+
+    __device__ __forceinline__ explicit progress(uint32_t parity) : stage_parity(parity), count(parity << 31) {
+    }
+    __device__ __forceinline__ void end_tile() {
+        count++;
+        if (++stage == stages) {
+            stage = 0;
+            stage_parity ^= 1;
+        }
+    }
+    __device__ __forceinline__ void end_item() {
+        count ^= 1u << 31;
+    }
+    __device__ __forceinline__ uint32_t item_parity() const {
+        return count >> 31;
+    }
+    __device__ __forceinline__ uint32_t ds_buffer() const {
+        return count % ds_buffers;
+    }
+    __device__ __forceinline__ uint32_t ds_parity() const {
+        return count / ds_buffers & 1;
+    }
+    __device__ __forceinline__ uint32_t ring_place() const {
+        return count % ring;
+    }
+};
+
+/* The token within the tile, or beyond its tokens, that a row of the tile belongs to. */
+__device__ __forceinline__ int32_t token_of(const backward_parameters &a, int32_t row) {
+    return row * a.token_factor >> 16;
+}
+
+/* operand() with the high word as a constant, so that it takes no register: low is the address / 16. */
+template <uint32_t leading, uint32_t stride>
+__device__ __forceinline__ uint64_t describe(uint32_t low) {
+    constexpr uint64_t high = uint64_t(1u << 30 | stride >> 4) << 32;
+    return high | (low + (leading >> 4 << 16));
+}
+
+/* ---- Producer. One warp. ---- */
+
+/* The first of an item's ascending rows that is not below row. */
+__device__ __forceinline__ int32_t first_edge(const int32_t *rows, int32_t count, int32_t row) {
+    const int lane = threadIdx.x & 31;
+    int32_t below = 0;
+    for (int32_t i = lane; i - lane < count; i += 32)
+        below += __popc(__ballot_sync(0xffffffffu, i < count && rows[i] < row));
+    return below;
+}
+
+/* Leaves an item the edges whose rows lie in the chunk. */
+__device__ __forceinline__ void cut_to_chunk(const backward_parameters &a, item_state &item) {
+    const int32_t *rows = a.edge_row + item.edge_begin;
+    const int32_t count = item.edge_count;
+    if (rows[0] >= a.row_begin && rows[count - 1] < a.row_end) return;
+    const int32_t skipped = first_edge(rows, count, a.row_begin), end = first_edge(rows, count, a.row_end);
+    if ((threadIdx.x & 31) == 0) {
+        item.edge_begin += skipped;
+        item.edge_count = end - skipped;
+    }
+    __syncwarp();
+}
+
+/* Finds the tokens of a tile, and the padding behind them. Whether all are neighbouring tokens of dense mode. */
+__device__ __forceinline__ bool find_tokens(const backward_parameters &a, tile_tokens &tokens, const item_state &item,
+                                            int32_t first) {
+    bool whole = a.edge_row == nullptr;
+#pragma unroll 1
+    for (int32_t i = threadIdx.x & 31; i <= a.tile_tokens && i < backward_rows; i += 32) {
+        int32_t row = a.total_q, limit = backward_keys, place = item.block_number - a.first_place;
+        if (i < a.tile_tokens && first + i < item.edge_count) {
+            const int64_t edge = item.edge_begin + first + i;
+            row = a.edge_row == nullptr ? static_cast<int32_t>(edge) : a.edge_row[edge];
+            if (a.edge_slot != nullptr) place = a.edge_slot[edge];
+            limit = a.row_position[row] - item.block_number * backward_keys;
+            if (limit < 0) row = a.total_q;
+        }
+        if (i < a.tile_tokens && row == a.total_q) whole = false;
+        tokens.row[i] = row;
+        tokens.place[i] = place;
+        tokens.limit[i] = limit;
+    }
+    return __all_sync(0xffffffffu, whole);
+}
+
+template <int D, bool half_sums>
+struct producer {
+    using layout = shared_memory_of<D, half_sums>;
+    const backward_parameters &a;
+    shared_state &shared;
+    uint32_t base;
+    progress at;
+
+    __device__ __forceinline__ producer(const backward_parameters &parameters, shared_state &state, uint32_t base)
+        : a(parameters), shared(state), base(base), at(1) {
+    }
+
+    __device__ __forceinline__ static int lane() {
+        return threadIdx.x & 31;
+    }
+
+    /* lse, delta and limit of the tile's rows. Whether some row does not see all keys. */
+    __device__ __forceinline__ bool load_row_values(const tile_tokens &tokens, int32_t first_head) {
+        stage_rows &rows = shared.rows[at.stage];
+        bool masked = false;
+#pragma unroll 1
+        for (int32_t r = lane(); r < backward_rows; r += 32) {
+            const int32_t token = token_of(a, r), limit = tokens.limit[token];
+            const int64_t from = int64_t(tokens.row[token]) * a.heads + first_head + r - token * a.unit_heads;
+            cp_async_4(shared_address(&rows.lse[r]), a.rows.lse + from, true);
+            cp_async_4(shared_address(&rows.delta[r]), a.rows.delta + from, true);
+            rows.limit[r] = limit;
+            masked |= limit < backward_keys - 1;
+        }
+        return __any_sync(0xffffffffu, masked);
+    }
+
+    __device__ __forceinline__ void load_rows(const tile_tokens &tokens, int32_t first_head, bool whole) {
+        const uint32_t q_full = shared_address(&shared.q_full[at.stage]);
+        const uint32_t dout_full = shared_address(&shared.dout_full[at.stage]);
+        const uint32_t stage = base + layout::q + at.stage * layout::row_bytes;
+        constexpr uint32_t to_dout = layout::dout - layout::q;
+        const int32_t boxes = (whole ? 1 : a.tile_tokens) * layout::halves;
+#pragma unroll 1
+        for (int32_t i = lane(); i < boxes; i += 32) {
+            const int32_t token = i / layout::halves, half = i % layout::halves, row = tokens.row[token];
+            const uint32_t to = stage + half * layout::row_half + token * a.unit_heads * 128;
+            tma_load_3d(to, whole ? &a.q_tile : &a.q_token, q_full, 64 * half, first_head, row);
+            tma_load_3d(to + to_dout, whole ? &a.dout_tile : &a.dout_token, dout_full, 64 * half, first_head, row);
+        }
+    }
+
+    /* Hands shared.next to the other warps, with its K and V. */
+    __device__ __forceinline__ void load_keys() {
+        barrier_wait(shared_address(&shared.kv_empty), at.item_parity());
+        at.end_item();
+        if (lane() == 0) {
+            shared.item = shared.next;
+            const uint32_t full = shared_address(&shared.kv_full);
+            const int32_t head = shared.next.unit / a.units_per_key_head, row = shared.next.key_row;
+            barrier_arrive_expect(full, 2 * layout::key_bytes);
+#pragma unroll
+            for (int half = 0; half < layout::halves; half++) {
+                const uint32_t to = base + half * layout::key_half;
+                tma_load_3d(to + layout::k, &a.k, full, 64 * half, head, row);
+                tma_load_3d(to + layout::v, &a.v, full, 64 * half, head, row);
+            }
+        }
+        __syncwarp();
+    }
+
+    /* The tiles of shared.next. */
+    __device__ __forceinline__ void load_item() {
+        const item_state &item = shared.next;
+        const uint32_t row_bytes = a.tile_tokens * a.unit_heads * D * 2;
+#pragma unroll 1
+        for (int32_t t = 0; t < item.tiles; t++) {
+            tile_tokens &tokens = shared.tokens[at.ring_place()];
+            const bool whole = find_tokens(a, tokens, item, t * a.tile_tokens);
+            __syncwarp();
+            barrier_wait(shared_address(&shared.empty[at.stage]), at.stage_parity);
+            const bool masked = load_row_values(tokens, item.unit * a.unit_heads);
+            const uint32_t q_full = shared_address(&shared.q_full[at.stage]);
+            if (lane() == 0) {
+                shared.masked[at.stage] = masked;
+                barrier_arrive_expect(q_full, row_bytes);
+                barrier_arrive_expect(shared_address(&shared.dout_full[at.stage]), row_bytes);
+            }
+            __syncwarp();
+            barrier_arrive_after_copies(q_full);
+            load_rows(tokens, item.unit * a.unit_heads, whole);
+            __syncwarp();
+            at.end_tile();
+            /* Q and dO of the first tiles are under way before the wait for the last item's K and V. */
+            if (t == min(stages, item.tiles) - 1) load_keys();
+        }
+    }
+
+    __device__ __forceinline__ int32_t claim() {
+        int32_t number = 0;
+        if (lane() == 0) number = atomicAdd(a.ticket, 1);
+        return a.item_range[0] + uniform(number);
+    }
+
+    /* Makes an item shared.next. */
+    __device__ __forceinline__ void take(int32_t number) {
+        item_state &next = shared.next;
+        const fmsa_cuda_item *item = a.items + number;
+        if (lane() == 0) {
+            next.edge_begin = item->edge_begin;
+            next.edge_count = item->edge_count;
+            next.block = item->block;
+            next.unit = item->proxy_head * a.units_per_proxy_head;
+            const int64_t first_row = int64_t(item->proxy_head) * (a.row_end - a.row_begin) - a.row_begin;
+            next.teacher = first_row * a.places * (backward_keys / 2);
+        }
+        __syncwarp();
+        if (a.edge_row != nullptr) cut_to_chunk(a, next);
+        if (lane() == 0) {
+            const int64_t list = a.edge_row == nullptr ? a.block_q_begin[next.block]
+                                                       : a.list_begin[item->proxy_head * a.max_blocks + next.block];
+            next.turn_begin = static_cast<int32_t>(next.edge_begin - list);
+            next.turn_end = next.turn_begin + next.edge_count;
+            next.tiles = (next.edge_count + a.tile_tokens - 1) / a.tile_tokens;
+            next.block_number = a.block_number[next.block];
+            next.key_row = a.block_k_begin[next.block];
+            next.keys = a.block_k_end[next.block] - next.key_row;
+        }
+        __syncwarp();
+    }
+
+    __device__ __forceinline__ void run() {
+        for (int32_t number = claim(); number < a.item_range[1];) {
+            take(number);
+            number = claim();
+            for (int32_t i = 0; i < a.units_per_proxy_head; i++) {
+                load_item();
+                if (lane() == 0) {
+                    shared.next.unit++;
+                    shared.next.teacher += a.teacher_plane;
+                }
+                __syncwarp();
+            }
+        }
+        barrier_wait(shared_address(&shared.kv_empty), at.item_parity());
+        if (lane() == 0) {
+            shared.item.tiles = 0;
+            barrier_arrive(shared_address(&shared.kv_full));
+        }
+    }
+};
+
+/* ---- Main warpgroups. ---- */
+
+/* A value that the compiler computes where it stands: kept over the loop it would take a register. */
+__device__ __forceinline__ uint32_t found_anew(uint32_t x) {
+    uint32_t value[1] = {x};
+    pin(value);
+    return value[0];
+}
+
+template <typename T, int D, bool half_sums, bool teach>
+struct main_warpgroup {
+    using layout = shared_memory_of<D, half_sums>;
+    static constexpr int columns = D / 2; /* accumulators of 64 rows and D columns */
+    const backward_parameters &a;
+    shared_state &shared;
+    uint32_t base;
+    int group;
+    float dk[columns], dv[columns];
+
+    __device__ __forceinline__ main_warpgroup(const backward_parameters &parameters, shared_state &state, uint32_t base,
+                                              int group)
+        : a(parameters), shared(state), base(base), group(group) {
+    }
+
+    __device__ __forceinline__ static int lane() {
+        return threadIdx.x & 31;
+    }
+    __device__ __forceinline__ static int warp() {
+        return threadIdx.x / 32 % 4;
+    }
+    /* The first of the two keys that this thread's accumulators belong to; the other is eight further. */
+    __device__ __forceinline__ int own_key() const {
+        return 64 * group + 16 * warp() + lane() / 4;
+    }
+
+    /* What the TMA brought behind the block's last key is another document's, or nothing: any bits. dQ multiplies it by
+     * 0, and would turn an Inf into a NaN. */
+    __device__ __forceinline__ void zero_missing_keys(int32_t keys) {
+        const int32_t key = 64 * group + threadIdx.x % 64, half = threadIdx.x / 64 % 2;
+        if (key >= keys && half < layout::halves) {
+            const uint32_t row = base + half * layout::key_half + key * 128;
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                store_shared_16(row + layout::k + 16 * i, make_uint4(0, 0, 0, 0));
+                store_shared_16(row + layout::v + 16 * i, make_uint4(0, 0, 0, 0));
+            }
+        }
+        fence_async_proxy();
+        named_barrier_sync(1 + group, warpgroup);
+    }
+
+    /* d = keys * rows^T over the columns, both K-major: S^T and dP^T. */
+    __device__ __forceinline__ void multiply_columns(float (&d)[32], uint32_t keys, uint32_t rows) {
+        wgmma_fence();
+        wgmma_new(d, describe<0, 1024>(keys), describe<0, 1024>(rows), T());
+#pragma unroll
+        for (int i = 1; i < D / 16; i++) {
+            const uint32_t key_step = ((i / 4) * layout::key_half + i % 4 * 32) >> 4;
+            const uint32_t row_step = ((i / 4) * layout::row_half + i % 4 * 32) >> 4;
+            wgmma(d, describe<0, 1024>(keys + key_step), describe<0, 1024>(rows + row_step), T());
+        }
+        wgmma_commit();
+    }
+
+    /* d += p^T * rows: dV and dK. */
+    __device__ __forceinline__ void multiply_rows(float (&d)[columns], const uint32_t (&p)[16], uint32_t rows) {
+        pin(d);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            wgmma<true>(d, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3],
+                        describe<layout::row_half, 1024>(rows + (i * 2048 >> 4)), T());
+        }
+        wgmma_commit();
+    }
+
+    /* Scores of keys that a row does not see become -inf. */
+    __device__ __forceinline__ void mask(float (&s)[32], const stage_rows &rows) {
+        const int thread = found_anew(threadIdx.x), column = 2 * (thread % 4);
+        const int key = 64 * group + thread % warpgroup / 32 * 16 + thread % 32 / 4;
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int32_t limit = rows.limit[8 * j + column + e];
+                if (key > limit) s[4 * j + e] = -INFINITY;
+                if (key + 8 > limit) s[4 * j + 2 + e] = -INFINITY;
+            }
+        }
+    }
+
+    /* p = exp(s - lse), rounded. */
+    __device__ __forceinline__ void probabilities(uint32_t (&p)[16], float (&s)[32], const stage_rows &rows) {
+        const uint32_t lse = shared_address(rows.lse) + 8 * (lane() % 4);
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const float2 l = load_shared_8(lse + 32 * j);
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const float x = exp2_approx(fmaf(s[4 * j + 2 * half], a.scale_log2, -l.x));
+                const float y = exp2_approx(fmaf(s[4 * j + 2 * half + 1], a.scale_log2, -l.y));
+                p[2 * j + half] = pack_pair(x, y, T());
+            }
+        }
+        pin(p);
+    }
+
+    /* ds = p (dp - delta), from the rounded p: that needs no registers for another. */
+    __device__ __forceinline__ void score_gradients(uint32_t (&ds)[16], const uint32_t (&p)[16], const float (&dp)[32],
+                                                    const stage_rows &rows) {
+        const uint32_t delta = shared_address(rows.delta) + 8 * (lane() % 4);
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const float2 d = load_shared_8(delta + 32 * j);
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const float2 x = unpack_pair(p[2 * j + half], T());
+                ds[2 * j + half] =
+                    pack_pair(x.x * (dp[4 * j + 2 * half] - d.x), x.y * (dp[4 * j + 2 * half + 1] - d.y), T());
+            }
+        }
+        pin(ds);
+    }
+
+    /* dS as [row][key], for the dQ warps. */
+    __device__ __forceinline__ void store_score_gradients(const uint32_t (&ds)[16], const progress &at) {
+        const uint32_t buffer = at.ds_buffer();
+        const uint32_t thread = found_anew(threadIdx.x), row = thread % 32 / 16 * 8 + thread % 8;
+        const uint32_t chunk = (thread / 32 % 4 * 2 + thread / 8 % 2) ^ thread % 8;
+        const uint32_t to =
+            base + layout::ds + buffer * layout::ds_bytes + group * layout::ds_half + row * 128 + chunk * 16;
+        barrier_wait(shared_address(&shared.ds_empty[buffer]), at.ds_parity() ^ 1);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            stmatrix_x4_trans(to + i * 2048, ds[4 * i], ds[4 * i + 1], ds[4 * i + 2], ds[4 * i + 3]);
+        fence_async_proxy();
+        __syncwarp();
+        if (lane() == 0) barrier_arrive(shared_address(&shared.ds_full[buffer]));
+    }
+
+    /* w of the tile's tokens, eight at a time. */
+    __device__ __forceinline__ void leave_teacher(const uint32_t (&p)[16], const tile_tokens &tokens,
+                                                  const item_state &item) {
+        const uint32_t thread = found_anew(threadIdx.x), quad = thread % 4;
+        const uint32_t pair = 8 * (4 * group + thread / 32 % 4) + thread % 32 / 4;
+        uint32_t *to = a.teacher + item.teacher + pair;
+#pragma unroll 1
+        for (int32_t first = 0; first < a.tile_tokens; first += 8) {
+            float w[4];
+            const uint32_t ones = (base + layout::ones + first * 128) >> 4;
+            wgmma_fence();
+            wgmma_new(w, p[0], p[1], p[2], p[3], describe<0, 1024>(ones), T());
+#pragma unroll
+            for (int i = 1; i < 4; i++)
+                wgmma(w, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3], describe<0, 1024>(ones + 2 * i), T());
+            wgmma_commit();
+            wgmma_wait<0>();
+            pin(w);
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int32_t token = first + 2 * quad + e;
+                const int32_t row = token < a.tile_tokens ? tokens.row[token] : a.total_q;
+                if (row == a.total_q) continue;
+                to[(int64_t(row) * a.places + tokens.place[token]) * (backward_keys / 2)] =
+                    pack_pair(w[e] * a.teacher_factor, w[2 + e] * a.teacher_factor, __half());
+            }
+        }
+    }
+
+    __device__ __forceinline__ void run_tile(const progress &at) {
+        const uint32_t keys = (base + layout::k + group * 64 * 128) >> 4;
+        const uint32_t q = (base + layout::q + at.stage * layout::row_bytes) >> 4;
+        constexpr uint32_t to_v = (layout::v - layout::k) >> 4, to_dout = (layout::dout - layout::q) >> 4;
+        const stage_rows &rows = shared.rows[at.stage];
+        float s[32], dp[32];
+        uint32_t p[16], ds[16];
+        barrier_wait(shared_address(&shared.q_full[at.stage]), at.stage_parity);
+        multiply_columns(s, keys, q);
+        const int32_t masked = shared.masked[at.stage];
+        wgmma_wait<0>();
+        pin(s);
+        if (masked) mask(s, rows);
+        probabilities(p, s, rows);
+        barrier_wait(shared_address(&shared.dout_full[at.stage]), at.stage_parity);
+        multiply_columns(dp, keys + to_v, q + to_dout);
+        multiply_rows(dv, p, q + to_dout);
+        wgmma_wait<1>();
+        pin(dp);
+        score_gradients(ds, p, dp, rows);
+        multiply_rows(dk, ds, q);
+        store_score_gradients(ds, at);
+        if constexpr (teach) leave_teacher(p, shared.tokens[at.ring_place()], shared.item);
+        wgmma_wait<0>();
+        pin(dv);
+        pin(dk);
+        if (lane() == 0) barrier_arrive(shared_address(&shared.empty[at.stage]));
+    }
+
+    __device__ __forceinline__ void add(float *sums, const float (&d)[columns], const item_state &item, int64_t head,
+                                        float factor) {
+        if (sums == nullptr) return;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int key = own_key() + 8 * half;
+            if (key >= item.keys) continue;
+            float *to = sums + ((item.key_row + int64_t(key)) * a.sum_heads + head) * D + 4 * (lane() % 4);
+#pragma unroll
+            for (int i = 0; i < D / 16; i++) {
+                const float *x = d + 8 * i + 2 * half;
+                reduce_add_4(to + 16 * i, x[0] * factor, x[1] * factor, x[4] * factor, x[5] * factor);
+            }
+        }
+    }
+
+    /* Adds the item's dK and dV to the sums. */
+    __device__ __forceinline__ void add_key_gradients(const item_state &item) {
+        int32_t *turn = nullptr;
+        if (a.key_turns != nullptr) {
+            turn = a.key_turns + (item.unit * a.max_blocks + item.block) * 2 + group;
+            if (threadIdx.x % warpgroup == 0) {
+                while (atomicAdd(turn, 0) != item.turn_begin)
+                    __nanosleep(64);
+                __threadfence();
+            }
+            named_barrier_sync(1 + group, warpgroup);
+        }
+        const int64_t head = a.sum_heads == a.units ? item.unit : item.unit / a.units_per_key_head;
+        add(a.dv, dv, item, head, 1);
+        add(a.dk, dk, item, head, 1);
+        if (turn != nullptr) {
+            __threadfence();
+            named_barrier_sync(1 + group, warpgroup);
+            if (threadIdx.x % warpgroup == 0) {
+                __threadfence();
+                atomicExch(turn, item.turn_end);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void run() {
+        progress at(0);
+        while (true) {
+            barrier_wait(shared_address(&shared.kv_full), at.item_parity());
+            at.end_item();
+            const int32_t tiles = uniform(shared.item.tiles);
+            if (tiles == 0) return;
+            if (shared.item.keys < backward_keys) zero_missing_keys(shared.item.keys);
+#pragma unroll
+            for (int i = 0; i < columns; i++)
+                dk[i] = dv[i] = 0;
+#pragma unroll 1
+            for (int32_t t = 0; t < tiles; t++) {
+                run_tile(at);
+                at.end_tile();
+            }
+            const item_state item = shared.item;
+            __syncwarp();
+            if (lane() == 0) barrier_arrive(shared_address(&shared.kv_empty));
+            add_key_gradients(item);
+        }
+    }
+};
+
+/* ---- dQ warps. ---- */
+
+template <typename T, int D, bool half_sums>
+struct dq_warpgroup {
+    using layout = shared_memory_of<D, half_sums>;
+    static constexpr int pieces = D / dq_piece_columns<D, half_sums>;
+    const backward_parameters &a;
+    shared_state &shared;
+    uint32_t base, staging;
+
+    __device__ __forceinline__ dq_warpgroup(const backward_parameters &parameters, shared_state &state, uint32_t base)
+        : a(parameters), shared(state), base(base) {
+        staging = base + layout::staging + warp() * layout::warp_staging;
+    }
+
+    __device__ __forceinline__ static int lane() {
+        return threadIdx.x & 31;
+    }
+    __device__ __forceinline__ static int warp() {
+        return threadIdx.x / 32 % 4;
+    }
+
+    /* d = dS K for 64 of the columns. */
+    __device__ __forceinline__ void multiply(float (&d)[32], uint32_t buffer, int half) {
+        const uint32_t ds = (base + layout::ds + buffer * layout::ds_bytes) >> 4;
+        const uint32_t k = (base + layout::k + half * layout::key_half) >> 4;
+        wgmma_fence();
+        wgmma_new<false, true>(d, describe<0, 1024>(ds), describe<0, 1024>(k), T());
+#pragma unroll
+        for (int i = 1; i < 8; i++) {
+            const uint32_t ds_step = ((i / 4) * layout::ds_half + i % 4 * 32) >> 4;
+            wgmma<false, true>(d, describe<0, 1024>(ds + ds_step), describe<0, 1024>(k + (i * 2048 >> 4)), T());
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        pin(d);
+    }
+
+    /* The tile's row of this thread's accumulators, and the other eight further. */
+    __device__ __forceinline__ static int32_t own_row(int half) {
+        return 16 * warp() + lane() / 4 + 8 * half;
+    }
+
+    __device__ __forceinline__ int32_t head_of(int32_t row) const {
+        return row - token_of(a, row) * a.unit_heads;
+    }
+
+    /* The accumulators of one of this thread's two rows into the staging buffer. */
+    __device__ __forceinline__ void stage(const float (&d)[32], int row_half, int half, float scale,
+                                          int32_t first_head) {
+        const uint32_t row = staging + (lane() / 4 + 8 * row_half) * layout::piece_bytes;
+        const int own = (lane() % 4) ^ ((first_head + head_of(own_row(row_half))) % 2 * 4);
+        if constexpr (half_sums) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                uint32_t x[4];
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    const float *two = d + 4 * (4 * i + j) + 2 * row_half;
+                    x[j] = pack_pair(two[0] * scale, two[1] * scale, __half());
+                }
+                store_shared_16(row + ((8 * half + 4 * i) ^ own) * 16, make_uint4(x[0], x[1], x[2], x[3]));
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float *x = d + 8 * i + 2 * row_half;
+                const uint4 chunk = {__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[4]),
+                                     __float_as_uint(x[5])};
+                store_shared_16(row + ((4 * i) ^ own) * 16, chunk);
+            }
+        }
+    }
+
+    /* The term that the rows of the token that begin at this lane's add to; negative: no token begins here. */
+    __device__ __forceinline__ int32_t find_target(const tile_tokens &tokens) const {
+        const int32_t own = 16 * warp() + lane(), token = token_of(a, own);
+        const bool begins = lane() == 0 || (lane() < 16 && own == token * a.unit_heads);
+        const int32_t row = begins ? tokens.row[token] : a.total_q;
+        if (row == a.total_q) return -1;
+        int32_t target = (row - a.row_begin) * a.dq_terms;
+        if (a.dq_terms > 1) target += tokens.place[token];
+        return target;
+    }
+
+    /* Sends the rows of one token. Slots of their own are written, not added: nothing else writes there. */
+    __device__ __forceinline__ void send(int32_t target, int32_t first_head, int piece) {
+        const int32_t head = head_of(16 * warp() + lane());
+        const uint32_t bytes = min(a.unit_heads - head, 16 - lane()) * layout::piece_bytes;
+        const int64_t before = (int64_t(target) * a.heads + first_head) * pieces + piece * a.unit_heads + head;
+        char *to = static_cast<char *>(a.dq) + before * layout::piece_bytes;
+        const uint32_t from = staging + lane() * layout::piece_bytes;
+        if (a.dq_terms > 1) {
+            bulk_store(to, from, bytes);
+        } else if constexpr (half_sums) {
+            bulk_reduce_add(reinterpret_cast<__half *>(to), from, bytes);
+        } else {
+            bulk_reduce_add(reinterpret_cast<float *>(to), from, bytes);
+        }
+    }
+
+    __device__ __forceinline__ void run_tile(const progress &at, int32_t first_head, bool last) {
+        constexpr int piece_halves = layout::halves / pieces;
+        const uint32_t buffer = at.ds_buffer();
+        barrier_wait(shared_address(&shared.ds_full[buffer]), at.ds_parity());
+        const tile_tokens &tokens = shared.tokens[at.ring_place()];
+        float scale[2] = {1, 1};
+        if constexpr (half_sums) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int32_t row = own_row(i), token = token_of(a, row);
+                scale[i] = __ldg(a.rows.dq_scale + int64_t(tokens.row[token]) * a.heads + first_head + head_of(row));
+            }
+        }
+#pragma unroll
+        for (int half = 0; half < layout::halves; half++) {
+            float d[32];
+            multiply(d, buffer, half);
+            int32_t target = -1;
+            if ((half + 1) % piece_halves == 0) target = find_target(tokens);
+            if (half == layout::halves - 1 && lane() == 0) {
+                barrier_arrive(shared_address(&shared.ds_empty[buffer]));
+                if (last) barrier_arrive(shared_address(&shared.kv_empty));
+            }
+            if (a.dq == nullptr) continue;
+            if (half % piece_halves == 0) {
+                if (lane() < 16) bulk_wait_read<0>();
+                __syncwarp();
+            }
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                stage(d, i, half, scale[i], first_head);
+            if ((half + 1) % piece_halves == 0) {
+                fence_async_proxy();
+                __syncwarp();
+                if (target >= 0) send(target, first_head, half / piece_halves);
+                if (lane() < 16) bulk_commit();
+            }
+        }
+    }
+
+    __device__ __forceinline__ void run() {
+        progress at(0);
+        while (true) {
+            barrier_wait(shared_address(&shared.kv_full), at.item_parity());
+            at.end_item();
+            const int32_t first_head = shared.item.unit * a.unit_heads;
+            int32_t tiles = uniform(shared.item.tiles);
+            if (tiles == 0) break;
+#pragma unroll 1
+            for (; tiles > 0; tiles--) {
+                run_tile(at, first_head, tiles == 1);
+                at.end_tile();
+            }
+        }
+        bulk_wait_complete<0>();
+    }
+};
+
+/* ---- The kernel. ---- */
+
+/* Rows of a stage that no token fills keep zeros from here on; ones[token][row] says whose row it is. */
+template <typename T, int D, bool half_sums>
+__device__ __forceinline__ void fill_constants(const backward_parameters &a, uint32_t base) {
+    using layout = shared_memory_of<D, half_sums>;
+    const int32_t used = a.tile_tokens * a.unit_heads, chunks = (backward_rows - used) * 8;
+    for (int32_t i = threadIdx.x; i < 2 * stages * layout::halves * chunks; i += threads) {
+        const uint32_t at = base + layout::q + i / chunks * layout::row_half + used * 128 + i % chunks * 16;
+        store_shared_16(at, make_uint4(0, 0, 0, 0));
+    }
+    for (int32_t i = threadIdx.x; i < backward_rows * backward_rows / 2; i += threads) {
+        const int32_t token = i / (backward_rows / 2), row = i % (backward_rows / 2) * 2;
+        const float x = row / a.unit_heads == token, y = (row + 1) / a.unit_heads == token;
+        const uint32_t chunk = (row / 8) ^ (token % 8);
+        store_shared_4(base + layout::ones + token * 128 + chunk * 16 + row % 8 * 2, pack_pair(x, y, T()));
+    }
+    fence_async_proxy();
+}
+
+__device__ __forceinline__ void init_barriers(shared_state &shared) {
+    for (int i = 0; i < stages; i++) {
+        barrier_init(shared_address(&shared.q_full[i]), 1 + 32);
+        barrier_init(shared_address(&shared.dout_full[i]), 1);
+        barrier_init(shared_address(&shared.empty[i]), main_warps);
+    }
+    for (int i = 0; i < ds_buffers; i++) {
+        barrier_init(shared_address(&shared.ds_full[i]), main_warps);
+        barrier_init(shared_address(&shared.ds_empty[i]), dq_warps);
+    }
+    barrier_init(shared_address(&shared.kv_full), 1);
+    barrier_init(shared_address(&shared.kv_empty), main_warps + dq_warps);
+    barrier_init_fence();
+}
+
+template <typename T, int D, bool half_sums, bool teach>
+__global__ void __launch_bounds__(threads, 1) backward_kernel(const __grid_constant__ backward_parameters a) {
+    extern __shared__ __align__(1024) char memory[];
+    __shared__ shared_state shared;
+    const uint32_t base = shared_address(memory);
+    if (threadIdx.x == 0) init_barriers(shared);
+    fill_constants<T, D, half_sums>(a, base);
+    __syncthreads();
+    const int role = uniform(threadIdx.x / warpgroup);
+    if (role == 0) {
+        warpgroup_give_registers<32>();
+        if (threadIdx.x < 32) producer<D, half_sums>(a, shared, base).run();
+    } else if (role == 3) {
+        warpgroup_give_registers<64>();
+        dq_warpgroup<T, D, half_sums>(a, shared, base).run();
+    } else {
+        warpgroup_take_registers<208>();
+        main_warpgroup<T, D, half_sums, teach>(a, shared, base, role - 1).run();
+    }
+}
+
+template <typename T, int D, bool half_sums, bool teach>
+fmsa_status launch_kernel(const backward_parameters &p, cudaStream_t stream) {
+    int device = 0, multiprocessors = 0;
+    fmsa_status status = fmsa_cuda_status("reading the current device", cudaGetDevice(&device));
+    if (status == FMSA_OK) {
+        status = fmsa_cuda_status("counting multiprocessors",
+                                  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+    }
+    if (status != FMSA_OK) return status;
+    return launch("backward", backward_kernel<T, D, half_sums, teach>, dim3(multiprocessors), threads,
+                  shared_memory_of<D, half_sums>::bytes, stream, p);
+}
+
+} // namespace backward
+
+template <typename T, int D>
+fmsa_status launch_backward(const backward_parameters &p, bool half_sums, cudaStream_t stream) {
+    if (half_sums) {
+        return p.teacher == nullptr ? backward::launch_kernel<T, D, true, false>(p, stream)
+                                    : backward::launch_kernel<T, D, true, true>(p, stream);
+    }
+    return p.teacher == nullptr ? backward::launch_kernel<T, D, false, false>(p, stream)
+                                : backward::launch_kernel<T, D, false, true>(p, stream);
+}
+
+} // namespace fmsa
+
+#endif

@@ -1,0 +1,400 @@
+/* What surrounds the main kernel of the Hopper backward. Each kernel is bound by memory and reads its tensors once.
+ *
+ * Row values: lse in base 2, delta = sum dout * out, and the scale under which dQ is summed in fp16. D / 8 lanes a
+ * (row, head). Dense items: a thread block a piece of rows. dQ: a thread takes 64 bytes of sums, which are 16 (fp32) or
+ * 32 (fp16) neighbouring columns. No shared memory to speak of, and few registers. */
+#include "portable_parts.cuh"
+#include "scan.cuh"
+#include "sm90_backward_parts.h"
+
+namespace fmsa {
+namespace backward {
+
+constexpr int part_threads = 256;
+
+/* What is known of eight elements: their greatest magnitude and the sum of their squares. */
+struct magnitude {
+    float greatest, squares;
+};
+
+template <typename T>
+__device__ __forceinline__ void unpack_eight(float (&x)[8], const T *from) {
+    const uint4 pairs = __ldg(reinterpret_cast<const uint4 *>(from));
+    const uint32_t pair[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float2 two = unpack_pair(pair[i], T());
+        x[2 * i] = two.x;
+        x[2 * i + 1] = two.y;
+    }
+}
+
+/* The magnitude of a vector whose eighths are spread over `lanes` lanes. NaN counts as not there. */
+__device__ __forceinline__ magnitude magnitude_of(const float (&x)[8], int lanes) {
+    magnitude m = {0, 0};
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        m.greatest = fmaxf(m.greatest, fabsf(x[i]));
+        m.squares += x[i] * x[i];
+    }
+    for (int step = lanes / 2; step > 0; step /= 2) {
+        m.greatest = fmaxf(m.greatest, __shfl_xor_sync(0xffffffffu, m.greatest, step));
+        m.squares += __shfl_xor_sync(0xffffffffu, m.squares, step);
+    }
+    return m;
+}
+
+/* At least the Euclidean norm, also where the squares overflow. */
+__device__ __forceinline__ float norm_bound(const magnitude &m, int dim) {
+    return isfinite(m.squares) ? sqrtf(m.squares) : m.greatest * sqrtf(static_cast<float>(dim));
+}
+
+/* ---- Bounds of the keys: a thread block for each (key block, key head). ---- */
+
+template <typename T>
+__global__ void __launch_bounds__(part_threads)
+    key_bounds_kernel(view<const T> k, view<const T> v, fmsa_cuda_geometry g, key_bounds bounds, int dim) {
+    const int32_t block = blockIdx.x, head = blockIdx.y;
+    const int lanes = dim / 8, lane = threadIdx.x % lanes;
+    const int32_t begin = g.block_k_begin[block], end = g.block_k_end[block];
+    float greatest_v = 0, greatest_k = 0;
+    for (int32_t i = threadIdx.x / lanes; i < backward_keys; i += part_threads / lanes) {
+        float x[8] = {}, y[8] = {};
+        if (begin + i < end) {
+            unpack_eight(x, v.at(begin + i, head) + 8 * lane);
+            unpack_eight(y, k.at(begin + i, head) + 8 * lane);
+        }
+        const magnitude of_v = magnitude_of(x, lanes), of_k = magnitude_of(y, lanes);
+        const float norm = norm_bound(of_v, dim);
+        if (isfinite(norm)) greatest_v = fmaxf(greatest_v, norm);
+        if (isfinite(of_k.greatest)) greatest_k = fmaxf(greatest_k, of_k.greatest);
+    }
+    const uint32_t all_v = __reduce_max_sync(0xffffffffu, __float_as_uint(greatest_v));
+    const uint32_t all_k = __reduce_max_sync(0xffffffffu, __float_as_uint(greatest_k));
+    if (threadIdx.x % 32 != 0) return;
+    const int64_t document = int64_t(block - g.block_number[block]) * gridDim.y + head;
+    atomicMax(bounds.v + document, all_v);
+    atomicMax(bounds.k + document, all_k);
+}
+
+/* ---- Values of each row. ---- */
+
+template <typename T>
+struct row_parameters {
+    view<const T> out, dout;
+    view<const float> lse;
+    const int32_t *row_position, *row_first_block;
+    int64_t rows;
+    int32_t heads, key_heads, dim;
+    row_values values;
+    key_bounds bounds;
+};
+
+/* A power of two that takes `bound` into 2^14 ... 2^15: half of what fp16 holds, so that the roundings of the sums,
+ * of P and of out cannot lead beyond. */
+__device__ __forceinline__ float scale_for(float bound) {
+    if (!(bound > 0)) return 1;
+    const int exponent = static_cast<int>(__float_as_uint(bound) >> 23) - 126; /* bound < 2^exponent */
+    return __uint_as_float(static_cast<uint32_t>(min(15 - exponent, 126) + 127) << 23);
+}
+
+/* dQ's terms are sums of dS k over keys of some blocks, with dS = a (dP - delta). The a of a row sum to 1, out is a
+ * mean of the v weighted by them, so |dP| and |delta| are at most |dout| max |v|, and no element of any partial sum
+ * exceeds 2 |dout| max |v| max |element of k|. Keys that are not finite do not count: rows that attend to them have no
+ * finite gradient. */
+template <typename T>
+__global__ void __launch_bounds__(part_threads) row_values_kernel(const __grid_constant__ row_parameters<T> a) {
+    const int lanes = a.dim / 8, lane = threadIdx.x % lanes;
+    const int64_t number = (int64_t(blockIdx.x) * part_threads + threadIdx.x) / lanes;
+    const int64_t row = number / a.heads, head = number % a.heads;
+    const bool there = row < a.rows && a.row_position[row] >= 0;
+    float out[8] = {}, dout[8] = {};
+    if (there) {
+        unpack_eight(out, a.out.at(row, head) + 8 * lane);
+        unpack_eight(dout, a.dout.at(row, head) + 8 * lane);
+    }
+    float delta = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+        delta += out[i] * dout[i];
+    for (int step = lanes / 2; step > 0; step /= 2)
+        delta += __shfl_xor_sync(0xffffffffu, delta, step);
+    const magnitude of_dout = magnitude_of(dout, lanes);
+    if (lane != 0 || row > a.rows) return;
+    const float lse = there ? *a.lse.at(row, head) : -INFINITY;
+    a.values.lse[number] = lse == -INFINITY ? INFINITY : lse * log2_e;
+    a.values.delta[number] = delta;
+    if (a.values.dq_scale == nullptr) return;
+    float bound = 0;
+    if (there) {
+        const int64_t document = int64_t(a.row_first_block[row]) * a.key_heads + head / (a.heads / a.key_heads);
+        bound = 2 * norm_bound(of_dout, a.dim) * __uint_as_float(a.bounds.v[document]) *
+                __uint_as_float(a.bounds.k[document]);
+    }
+    a.values.dq_scale[number] = scale_for(bound);
+}
+
+/* ---- Dense items. ---- */
+
+struct dense_parameters {
+    fmsa_cuda_geometry g;
+    dense_group group;
+    int32_t proxy_heads;
+    int32_t *counts;
+    fmsa_cuda_item *items;
+    int32_t *range;
+};
+
+/* The first of the block ids in use that f holds for; f does not cease to hold. */
+template <typename F>
+__device__ __forceinline__ int32_t first_block_where(int32_t blocks, F f) {
+    int32_t low = 0, high = blocks;
+    while (low < high) {
+        const int32_t middle = (low + high) / 2;
+        if (f(middle)) {
+            high = middle;
+        } else {
+            low = middle + 1;
+        }
+    }
+    return low;
+}
+
+/* Calls f(taken, block, first row, rows) in all threads for each round of blocks that see the piece's rows. */
+template <typename F>
+__device__ __forceinline__ void for_blocks_of_piece(const dense_parameters &a, int32_t piece, F f) {
+    const int64_t begin = a.group.row_begin + int64_t(piece) * a.group.piece_rows;
+    const int64_t end = min(begin + a.group.piece_rows, a.group.row_end);
+    const int32_t used = *a.g.num_blocks;
+    const int32_t first = first_block_where(used, [&](int32_t id) { return a.g.block_q_end[id] > begin; });
+    const int32_t last = first_block_where(used, [&](int32_t id) { return a.g.block_q_begin[id] >= end; });
+    for (int32_t start = first; start < last; start += part_threads) {
+        const int32_t block = start + static_cast<int32_t>(threadIdx.x);
+        bool taken = block < last;
+        int64_t from = 0, to = 0;
+        if (taken) {
+            const int32_t number = a.g.block_number[block];
+            from = max(int64_t(a.g.block_q_begin[block]), begin);
+            to = min(int64_t(a.g.block_q_end[block]), end);
+            taken = number >= a.group.first_block && number - a.group.first_block < a.group.places && from < to;
+        }
+        f(taken, block, from, static_cast<int32_t>(to - from));
+    }
+}
+
+__global__ void __launch_bounds__(part_threads) count_dense_kernel(const __grid_constant__ dense_parameters a) {
+    int32_t count = 0;
+    for_blocks_of_piece(a, blockIdx.x,
+                        [&](bool taken, int32_t, int64_t, int32_t) { count += __syncthreads_count(taken); });
+    if (threadIdx.x == 0) a.counts[blockIdx.x] = count;
+}
+
+__global__ void __launch_bounds__(part_threads) list_dense_kernel(const __grid_constant__ dense_parameters a) {
+    const int32_t piece = blockIdx.x, count = a.counts[piece];
+    int32_t before = 0, total;
+    for (int32_t i = threadIdx.x; i < piece; i += part_threads)
+        before += a.counts[i];
+    block_exclusive_scan<part_threads>(before, 0, add(), total);
+    fmsa_cuda_item *items = a.items + int64_t(total) * a.proxy_heads;
+    if (piece == gridDim.x - 1 && threadIdx.x == 0) {
+        a.range[0] = 0;
+        a.range[1] = (total + count) * a.proxy_heads;
+    }
+    int32_t done = 0;
+    for_blocks_of_piece(a, piece, [&](bool taken, int32_t block, int64_t from, int32_t rows) {
+        int32_t found;
+        const int32_t place = done + block_exclusive_scan<part_threads>(taken ? 1 : 0, 0, add(), found);
+        for (int32_t p = 0; taken && p < a.proxy_heads; p++)
+            items[int64_t(p) * count + place] = {from, rows, block, p, 0};
+        done += found;
+    });
+}
+
+/* ---- Rounding of dQ. ---- */
+
+struct dq_parameters {
+    const char *sums;
+    const int32_t *row_count; /* NULL: one term */
+    const float *scale;       /* [all rows][heads], fp16 sums */
+    int64_t row_begin, rows, total_rows;
+    int32_t heads, unit_heads, heads_per_proxy_head, terms;
+    float factor;
+    fmsa_tensor out;
+};
+
+/* Where 64 bytes of sums stand. */
+struct dq_place {
+    int64_t row;
+    int32_t head, column;
+    int64_t first, term_bytes; /* bytes from the start to the first term, and from a term to the next */
+};
+
+template <int D, bool half_sums>
+__device__ __forceinline__ dq_place place_of(const dq_parameters &a, int64_t i) {
+    constexpr int columns = dq_piece_columns<D, half_sums>, pieces = D / columns, bytes = half_sums ? 2 : 4;
+    constexpr int groups = columns * bytes / 64;
+    const int group = static_cast<int>(i % groups);
+    int64_t rest = i / groups;
+    const int32_t head = static_cast<int32_t>(rest % a.unit_heads);
+    rest /= a.unit_heads;
+    const int32_t piece = static_cast<int32_t>(rest % pieces);
+    rest /= pieces;
+    const int32_t units = a.heads / a.unit_heads, unit = static_cast<int32_t>(rest % units);
+    dq_place p;
+    p.row = rest / units;
+    p.head = unit * a.unit_heads + head;
+    /* Chunks of odd heads have changed places with those four further, or four before. */
+    const int chunk = (4 * group) ^ (p.head % 2 * 4);
+    p.column = piece * columns + chunk / 4 * (64 / bytes);
+    p.term_bytes = int64_t(a.heads) * D * bytes;
+    p.first = p.row * a.terms * p.term_bytes + i % (p.term_bytes / 64) * 64;
+    return p;
+}
+
+template <typename T, int D, bool half_sums>
+__global__ void __launch_bounds__(part_threads) round_dq_kernel(const __grid_constant__ dq_parameters a) {
+    constexpr int columns = half_sums ? 32 : 16; /* of a thread */
+    const int64_t total = a.rows * a.heads * (D / columns);
+    const view<T> out(static_cast<T *>(a.out.data), a.out.row_stride, a.out.head_stride);
+    for (int64_t i = int64_t(blockIdx.x) * part_threads + threadIdx.x; i < total;
+         i += int64_t(gridDim.x) * part_threads) {
+        const dq_place place = place_of<D, half_sums>(a, i);
+        const int64_t row = a.row_begin + place.row;
+        int terms = a.terms;
+        if (a.row_count != nullptr) terms = a.row_count[place.head / a.heads_per_proxy_head * a.total_rows + row];
+        float sum[columns] = {};
+        for (int t = 0; t < terms; t++) {
+            const uint4 *chunks = reinterpret_cast<const uint4 *>(a.sums + place.first + t * place.term_bytes);
+#pragma unroll
+            for (int own = 0; own < 4; own++) {
+                const uint4 chunk = __ldcs(chunks + own);
+                const uint32_t x[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    if constexpr (half_sums) {
+                        const float2 two = unpack_pair(x[j], __half());
+                        sum[8 * j + 2 * own] += two.x;
+                        sum[8 * j + 2 * own + 1] += two.y;
+                    } else {
+                        sum[8 * (j / 2) + 2 * own + j % 2] += __uint_as_float(x[j]);
+                    }
+                }
+            }
+        }
+        float factor = a.factor;
+        if constexpr (half_sums) factor /= a.scale[row * a.heads + place.head];
+        T *to = out.at(row, place.head) + place.column;
+#pragma unroll
+        for (int c = 0; c < columns; c += 8) {
+            uint32_t x[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                x[j] = pack_pair(sum[c + 2 * j] * factor, sum[c + 2 * j + 1] * factor, T());
+            *reinterpret_cast<uint4 *>(to + c) = make_uint4(x[0], x[1], x[2], x[3]);
+        }
+    }
+}
+
+/* Calls f with a value of the 16-bit type. */
+template <typename F>
+static fmsa_status with_half_type(fmsa_dtype dtype, F f) {
+    return dtype == FMSA_DTYPE_BF16 ? f(__nv_bfloat16()) : f(__half());
+}
+
+template <typename T>
+static fmsa_status find_key_bounds(const fmsa_problem *problem, const fmsa_tensors *t, const fmsa_cuda_geometry &g,
+                                   const key_bounds &bounds, cudaStream_t stream) {
+    const fmsa_config *c = &problem->config;
+    const size_t bytes = sizeof(uint32_t) * problem->max_key_blocks * c->num_kv_heads;
+    fmsa_status status = clear(bounds.v, bytes, stream);
+    if (status == FMSA_OK) status = clear(bounds.k, bytes, stream);
+    if (status != FMSA_OK) return status;
+    const dim3 grid(static_cast<unsigned>(problem->max_key_blocks), c->num_kv_heads);
+    return launch("key bounds", key_bounds_kernel<T>, grid, part_threads, 0, stream, view<const T>(t->k),
+                  view<const T>(t->v), g, bounds, c->head_dim);
+}
+
+} // namespace backward
+
+using namespace backward;
+
+fmsa_status find_row_values(const fmsa_problem *problem, const fmsa_tensors *t, const fmsa_cuda_geometry &g,
+                            const row_values &rows, const key_bounds &bounds, cudaStream_t stream) {
+    const fmsa_config *c = &problem->config;
+    return with_half_type(c->dtype, [&](auto type) {
+        typedef decltype(type) T;
+        if (rows.dq_scale != nullptr) FMSA_TRY(find_key_bounds<T>(problem, t, g, bounds, stream));
+        row_parameters<T> p = {};
+        p.out = view<const T>(t->out);
+        p.dout = view<const T>(t->dout);
+        p.lse = view<const float>(t->lse);
+        p.row_position = g.row_position;
+        p.row_first_block = g.row_first_block;
+        p.rows = c->total_q;
+        p.heads = c->num_heads;
+        p.key_heads = c->num_kv_heads;
+        p.dim = c->head_dim;
+        p.values = rows;
+        p.bounds = bounds;
+        const unsigned grid = fmsa_cuda_grid((p.rows + 1) * p.heads * (p.dim / 8), part_threads);
+        return launch("row values", row_values_kernel<T>, grid, part_threads, 0, stream, p);
+    });
+}
+
+int32_t dense_piece_rows(const fmsa_problem *problem, int64_t rows, int32_t places) {
+    /* Long enough that adding dK and dV at an item's end does not count, short enough to share the work out evenly; and
+     * not more pieces than this, so that items grow with the tokens alone. */
+    constexpr int64_t most_tiles = 256, least_tiles = 32, wanted_items = 4096, most_pieces = 128;
+    const int64_t tokens = backward_rows / problem->unit_heads;
+    const int64_t even = problem->config.num_proxy_heads * rows * places / wanted_items;
+    int64_t tiles = most_tiles;
+    while (tiles > least_tiles && tiles * tokens > even)
+        tiles /= 2;
+    const int64_t piece = tiles * tokens;
+    return static_cast<int32_t>(piece * most_pieces < rows ? fmsa_ceil_div(rows, most_pieces) : piece);
+}
+
+int64_t max_dense_items(const fmsa_problem *problem, const dense_group &group) {
+    /* The rows of each block that does not begin and end with a piece reach into two more. */
+    const int64_t of_documents = group.places * problem->config.num_fragments;
+    const int64_t blocks = of_documents < problem->max_key_blocks ? of_documents : problem->max_key_blocks;
+    const int64_t rows = group.row_end - group.row_begin;
+    return problem->config.num_proxy_heads * (group.places * rows / group.piece_rows + 2 * blocks);
+}
+
+fmsa_status list_dense_items(const fmsa_problem *problem, const fmsa_cuda_geometry &geometry, const dense_group &group,
+                             int32_t *counts, fmsa_cuda_item *items, int32_t *range, cudaStream_t stream) {
+    const dense_parameters p = {geometry, group, problem->config.num_proxy_heads, counts, items, range};
+    const unsigned grid = static_cast<unsigned>(dense_pieces(group));
+    const fmsa_status status = launch("dense count", count_dense_kernel, grid, part_threads, 0, stream, p);
+    return status != FMSA_OK ? status : launch("dense list", list_dense_kernel, grid, part_threads, 0, stream, p);
+}
+
+fmsa_status round_dq(const fmsa_problem *problem, const fmsa_tensor &dq, const void *sums, bool half_sums,
+                     int32_t terms, const int32_t *row_count, const float *dq_scale, int64_t row_begin, int64_t row_end,
+                     cudaStream_t stream) {
+    const fmsa_config *c = &problem->config;
+    dq_parameters p = {};
+    p.sums = static_cast<const char *>(sums);
+    p.row_count = row_count;
+    p.scale = dq_scale;
+    p.row_begin = row_begin;
+    p.rows = row_end - row_begin;
+    p.total_rows = c->total_q;
+    p.heads = c->num_heads;
+    p.unit_heads = problem->unit_heads;
+    p.heads_per_proxy_head = problem->heads_per_proxy_head;
+    p.terms = terms;
+    p.factor = static_cast<float>(c->softmax_scale);
+    p.out = dq;
+    return with_half_type(c->dtype, [&](auto type) {
+        typedef decltype(type) T;
+        const unsigned grid = fmsa_cuda_grid(p.rows * p.heads * (c->head_dim / (half_sums ? 32 : 16)), part_threads);
+        const auto kernel = c->head_dim == 64
+                                ? (half_sums ? round_dq_kernel<T, 64, true> : round_dq_kernel<T, 64, false>)
+                                : (half_sums ? round_dq_kernel<T, 128, true> : round_dq_kernel<T, 128, false>);
+        return launch("dq", kernel, grid, part_threads, 0, stream, p);
+    });
+}
+
+} // namespace fmsa

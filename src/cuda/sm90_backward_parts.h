@@ -1,0 +1,48 @@
+/* What surrounds the main kernel of the Hopper backward: values of each row before it, the list of work in dense mode,
+ * the rounding of dQ after it. */
+#ifndef FMSA_CUDA_SM90_BACKWARD_PARTS_H
+#define FMSA_CUDA_SM90_BACKWARD_PARTS_H
+
+#include "sm90_backward.cuh"
+
+namespace fmsa {
+
+/* Greatest |v| (Euclidean) and greatest |element of k| of a document's finite keys, by (its first block id, key head):
+ * bits of floats that are not negative, so that they compare as integers. */
+struct key_bounds {
+    uint32_t *v, *k; /* [max_key_blocks][Hkv] each */
+};
+
+/* Fills rows, and bounds first (cleared here) if dQ is summed in fp16. */
+fmsa_status find_row_values(const fmsa_problem *problem, const fmsa_tensors *tensors,
+                            const fmsa_cuda_geometry &geometry, const row_values &rows, const key_bounds &bounds,
+                            cudaStream_t stream);
+
+/* Work of the dense mode: the blocks numbered first_block ... first_block + places - 1 of all documents, by the rows
+ * row_begin ... row_end - 1. */
+struct dense_group {
+    int64_t row_begin, row_end;
+    int32_t first_block, places;
+    int32_t piece_rows; /* an item has the rows of a block that lie in one piece of so many */
+};
+
+/* piece_rows for a group of such a size. */
+int32_t dense_piece_rows(const fmsa_problem *problem, int64_t rows, int32_t places);
+int64_t max_dense_items(const fmsa_problem *problem, const dense_group &group);
+
+/* Fills items, piece after piece so that their rows meet in L2; within one by proxy head, then by block id; and range
+ * with 0 and their number. counts: room for a number for each piece. */
+fmsa_status list_dense_items(const fmsa_problem *problem, const fmsa_cuda_geometry &geometry, const dense_group &group,
+                             int32_t *counts, fmsa_cuda_item *items, int32_t *range, cudaStream_t stream);
+inline int64_t dense_pieces(const dense_group &group) {
+    return fmsa_ceil_div(group.row_end - group.row_begin, group.piece_rows);
+}
+
+/* dQ of the rows row_begin ... row_end - 1 from its sums. row_count: NULL, or used slots of (proxy head, row). */
+fmsa_status round_dq(const fmsa_problem *problem, const fmsa_tensor &dq, const void *sums, bool half_sums,
+                     int32_t terms, const int32_t *row_count, const float *dq_scale, int64_t row_begin, int64_t row_end,
+                     cudaStream_t stream);
+
+} // namespace fmsa
+
+#endif
