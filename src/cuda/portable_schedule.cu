@@ -1,19 +1,21 @@
 /* The schedule: for each (proxy head, key block) the ascending query rows that chose it, and the work list over them.
  *
- * Query rows are cut into segments of a power of two of rows; a *run* is the edges of one (proxy head, block id,
- * segment). Then
- *   rows       sort and clean each row's block indices, and count the edges of each run (atomic, order irrelevant;
- *              neighbouring rows use different copies of the counts, since most of them count the same few runs);
- *   scans      turn the counts into the place of each run, in the order (proxy head, block id, segment);
- *   scatter    write each edge somewhere within its run (atomic: this order is not repeatable);
- *   order      put each run in the order of its rows through a bitmap of the segment's rows: a row occurs at most once
- *              in a run, so its rank is the number of bits before it, and the result is the same on every run;
- *   items      cut runs into items, per (segment, proxy head) long ones first.
+ * Query rows are cut into *chunks* of a power of two of rows, and a whole number of chunks is a segment (schedule.h).
+ * All is a stable counting sort, in four launches after the geometry:
+ *   count_edges    a thread block a (proxy head, chunk): sorts and cleans each row's block indices, counts the edges of
+ *                  each block id in shared memory (atomic, order irrelevant);
+ *   place_lists    turns the counts of each list into offsets within it, chunk by chunk; the last thread block adds up
+ *                  the lists;
+ *   scatter_edges  a warp a (proxy head, chunk): takes its rows in order, the lanes one row's blocks at a time. Those
+ *                  are distinct, so each lane advances a counter of its own and nothing is left to chance;
+ *   place_items    a thread block a (segment, proxy head): cuts the edges of each block into items, long ones first,
+ * and waits for how many items the groups before it have. No atomic decides an order, so the result is the same on
+ * every run.
  *
- * Thread blocks of 128 to 1,024 threads, one role each. Shared memory: up to 32 KB (the bitmap and its prefix counts
- * for 131,072 rows). Floor: block_indices read once, the edge arrays written twice: 20 B an edge, 20 us at 4 million
- * edges and 4 TB/s; in practice the dozen launches and the scattered 4-byte writes. Measured on an H200, 4 proxy heads,
- * k 16: 0.18 ms at 16,384 tokens (1 million edges), 0.40 ms at 65,536 (4.2 million). */
+ * A chunk's counters cover a window of block ids in shared memory, at most 32 KB; a chunk that sees more ids goes
+ * through its rows once for each window. Floor: block_indices read once and row_block written and read, edges written
+ * once: 20 B an edge, 20 us at 4 million edges and 4 TB/s; in practice the scattered 4-byte writes of edges and five
+ * launches. */
 #include "launch.h"
 #include "scan.cuh"
 #include "schedule.h"
@@ -21,220 +23,316 @@
 namespace {
 
 constexpr int32_t absent = INT32_MAX; /* an entry of a row that is not to be used: sorts behind every block */
+constexpr int32_t window_ids = 8192;
 
-/* A run's number: runs of one list are neighbours. */
-struct runs {
-    int64_t blocks;   /* NB */
-    int64_t segments; /* per list */
-    int64_t total;
-    int32_t shift;  /* rows per segment, as a power of two */
-    int32_t copies; /* of the counts: [copies][total] */
+struct id_range {
+    int32_t begin, end;
+};
 
-    __device__ int64_t index(int32_t proxy_head, int32_t block, int32_t row) const {
-        return (proxy_head * blocks + block) * segments + (row >> shift);
-    }
-    __device__ int64_t copy_offset(int32_t row) const {
-        return row % copies * total;
+/* How the query rows are cut, and what the kernels leave to each other. */
+struct chunks {
+    int64_t blocks;         /* NB */
+    int32_t count;          /* of chunks */
+    int32_t shift;          /* rows of a chunk, as a power of two */
+    int32_t segment_shift;  /* likewise of a segment */
+    int32_t heads;          /* Hp */
+    int32_t window;         /* min(NB, window_ids) */
+    int64_t groups;         /* (segment, proxy head) */
+    int32_t *offsets;       /* [Hp][chunks][NB] edges of a block id; then how many of its list come before them */
+    id_range *seen;         /* [chunks] block ids that rows of a chunk see */
+    uint32_t *lists_placed; /* [1] thread blocks of place_lists that are done; 0 at first */
+    uint32_t *groups_taken; /* [1] likewise groups that place_items has begun */
+    uint32_t *group_items;  /* [groups] one more than the group's items; 0 until it is known */
+
+    __device__ int32_t *chunk_offsets(int32_t proxy_head, int32_t chunk) const {
+        return offsets + ((int64_t)proxy_head * count + chunk) * blocks;
     }
 };
 
 /* ---- Rows ---------------------------------------------------------------------------------------------------- */
 
-constexpr int rows_threads = 256, rows_per_block = rows_threads / 32, max_top_k = 128, chunks = max_top_k / 32;
+constexpr int count_threads = 256;
 
-/* Whether the usable entries come first and ascend strictly, as fmsa_select writes them. */
-__device__ bool is_sorted(const int32_t *entries, int32_t top_k, int lane) {
-    bool sorted = true;
-    for (int i = lane; i < top_k; i += 32) {
-        sorted &= i == 0 || entries[i] == absent || entries[i - 1] < entries[i];
+/* The block ids that rows of the thread block's chunk see. Called by all threads. */
+__device__ id_range find_seen(const fmsa_cuda_geometry &geometry, int32_t first_row, int32_t row_end,
+                              int32_t block_size) {
+    __shared__ int32_t begin, end;
+    if (threadIdx.x == 0) {
+        begin = INT32_MAX;
+        end = 0;
     }
-    return __all_sync(0xffffffffu, sorted);
+    __syncthreads();
+    int32_t least = INT32_MAX, most = 0;
+    for (int32_t row = first_row + (int32_t)threadIdx.x; row < row_end; row += count_threads) {
+        const int32_t position = geometry.row_position[row], first_block = geometry.row_first_block[row];
+        if (position < 0) continue;
+        least = min(least, first_block);
+        most = max(most, first_block + position / block_size + 1);
+    }
+    least = __reduce_min_sync(0xffffffffu, least);
+    most = __reduce_max_sync(0xffffffffu, most);
+    if (threadIdx.x % 32 == 0) {
+        atomicMin(&begin, least);
+        atomicMax(&end, most);
+    }
+    __syncthreads();
+    return {min(begin, end), end};
 }
 
-/* Marks every entry that equals an earlier one as absent. */
-__device__ void drop_duplicates(int32_t *entries, int32_t top_k, int lane) {
-    bool duplicate[chunks] = {};
-#pragma unroll
-    for (int c = 0; c < chunks; c++) {
-        const int i = c * 32 + lane;
-        for (int j = 0; j < min(i, top_k); j++)
-            duplicate[c] |= i < top_k && entries[j] == entries[i];
-    }
-    __syncwarp();
-#pragma unroll
-    for (int c = 0; c < chunks; c++) {
-        if (duplicate[c]) entries[c * 32 + lane] = absent;
-    }
-    __syncwarp();
-}
+/* The given block indices of one row, `entries` in each of `width` lanes: entry c of lane l is number c * width + l.
+ * All lanes of the warp take part in everything. */
+template <int width, int entries>
+struct row_entries {
+    int32_t block[entries], rank[entries]; /* rank among the row's usable blocks, ascending */
+    int32_t count;                         /* usable blocks */
 
-/* One warp a (proxy head, row): block ids ascending into row_block, their number into row_count. */
-__global__ void __launch_bounds__(rows_threads)
-    clean_rows(fmsa_tensor block_indices, fmsa_cuda_schedule schedule, int32_t *counts, runs runs, int32_t heads,
-               int32_t total_q, int32_t top_k, int32_t slots, int32_t block_size) {
-    __shared__ int32_t shared_entries[rows_per_block][max_top_k];
-    const int lane = threadIdx.x % 32;
-    int32_t *entries = shared_entries[threadIdx.x / 32];
-    const int64_t index = (int64_t)blockIdx.x * rows_per_block + threadIdx.x / 32;
-    if (index >= (int64_t)heads * total_q) return;
-    const int32_t proxy_head = (int32_t)(index / total_q), row = (int32_t)(index % total_q);
-    const int32_t position = schedule.geometry.row_position[row];
-    const int32_t first_block = schedule.geometry.row_first_block[row];
-    const int32_t newest = position < 0 ? -1 : position / block_size;
-    const int32_t *given =
-        (const int32_t *)block_indices.data + row * block_indices.row_stride + proxy_head * block_indices.head_stride;
-    int32_t count = 0;
-    if (newest >= 0) {
-        for (int i = lane; i < top_k; i += 32) {
-            const int32_t block = given[i];
-            entries[i] = block >= 0 && block <= newest ? block : absent;
+    static __device__ int lane() {
+        return threadIdx.x % width;
+    }
+    static __device__ int number(int c) {
+        return c * width + lane();
+    }
+    __device__ row_entries(const int32_t *given, int32_t top_k, int32_t newest) {
+#pragma unroll
+        for (int c = 0; c < entries; c++) {
+            const int32_t x = number(c) < top_k && newest >= 0 ? given[number(c)] : -1;
+            block[c] = x >= 0 && x <= newest ? x : absent;
+            rank[c] = number(c);
         }
-        __syncwarp();
-        const bool sorted = is_sorted(entries, top_k, lane);
-        if (!sorted) drop_duplicates(entries, top_k, lane);
-        for (int i = lane; i < top_k; i += 32) {
-            const int32_t block = entries[i];
-            if (block == absent) continue;
-            int32_t rank = i;
-            if (!sorted) {
-                rank = 0;
-                for (int j = 0; j < top_k; j++)
-                    rank += entries[j] < block;
+        if (!__all_sync(0xffffffffu, is_sorted())) {
+            drop_duplicates();
+            find_ranks();
+        }
+        count = 0;
+#pragma unroll
+        for (int c = 0; c < entries; c++) {
+            const uint32_t usable = __ballot_sync(0xffffffffu, block[c] != absent);
+            count += __popc(width == 32 ? usable : usable >> (threadIdx.x & 16) & 0xffffu);
+        }
+    }
+
+  private:
+    /* Whether the usable entries come first and ascend strictly, as fmsa_select writes them. */
+    __device__ bool is_sorted() const {
+        bool sorted = true;
+#pragma unroll
+        for (int c = 0; c < entries; c++) {
+            int32_t before = __shfl_up_sync(0xffffffffu, block[c], 1, width);
+            if (lane() == 0) before = -1;
+            if (c > 0) {
+                const int32_t last = __shfl_sync(0xffffffffu, block[c > 0 ? c - 1 : 0], width - 1, width);
+                if (lane() == 0) before = last;
             }
-            schedule.row_block[index * slots + rank] = first_block + block;
-            atomicAdd(&counts[runs.copy_offset(row) + runs.index(proxy_head, first_block + block, row)], 1);
-            count++;
+            sorted &= block[c] == absent || before < block[c];
+        }
+        return sorted;
+    }
+    /* Of equal entries, the first stays. */
+    __device__ void drop_duplicates() {
+        bool duplicate[entries] = {};
+        for_each_entry([&](int c, int other_number, int32_t other) {
+            duplicate[c] |= other_number < number(c) && other == block[c];
+        });
+#pragma unroll
+        for (int c = 0; c < entries; c++) {
+            if (duplicate[c]) block[c] = absent;
         }
     }
-    count = __reduce_add_sync(0xffffffffu, count);
-    for (int i = count + lane; i < slots; i += 32)
-        schedule.row_block[index * slots + i] = -1;
-    if (lane == 0) schedule.row_count[index] = count;
-}
-
-/* ---- Scans --------------------------------------------------------------------------------------------------- */
-
-constexpr int tile_threads = 256, tile_runs = 4096, sums_threads = 1024;
-
-__global__ void __launch_bounds__(tile_threads) sum_tiles(const int32_t *counts, int64_t *tile_sum, runs runs) {
-    const int64_t tile = (int64_t)blockIdx.x * tile_runs;
-    int64_t sum = 0, total;
-    for (int32_t copy = 0; copy < runs.copies; copy++) {
-        for (int64_t i = tile + threadIdx.x; i < min(tile + tile_runs, runs.total); i += tile_threads) {
-            sum += counts[copy * runs.total + i];
+    __device__ void find_ranks() {
+#pragma unroll
+        for (int c = 0; c < entries; c++)
+            rank[c] = 0;
+        for_each_entry([&](int c, int, int32_t other) { rank[c] += other < block[c]; });
+    }
+    /* Calls visit(c, number and block of an entry) for each of the lane's entries c and each of the row's. */
+    template <typename Visit>
+    __device__ void for_each_entry(Visit visit) const {
+#pragma unroll
+        for (int from = 0; from < entries; from++) {
+            for (int l = 0; l < width; l++) {
+                const int32_t other = __shfl_sync(0xffffffffu, block[from], l, width);
+#pragma unroll
+                for (int c = 0; c < entries; c++)
+                    visit(c, from * width + l, other);
+            }
         }
     }
-    fmsa::block_exclusive_scan<tile_threads>(sum, (int64_t)0, fmsa::add(), total);
-    if (threadIdx.x == 0) tile_sum[blockIdx.x] = total;
+};
+
+template <int width, int entries>
+__global__ void __launch_bounds__(count_threads)
+    count_edges(fmsa_tensor block_indices, fmsa_cuda_schedule schedule, chunks chunks, int32_t total_q, int32_t top_k,
+                int32_t slots, int32_t block_size) {
+    extern __shared__ int32_t counts[];
+    using entries_of_row = row_entries<width, entries>;
+    const int32_t chunk = blockIdx.x % chunks.count, proxy_head = blockIdx.x / chunks.count;
+    const int32_t first_row = chunk << chunks.shift, row_end = min(first_row + (1 << chunks.shift), total_q);
+    const id_range seen = find_seen(schedule.geometry, first_row, row_end, block_size);
+    if (threadIdx.x == 0 && proxy_head == 0) chunks.seen[chunk] = seen;
+    if (blockIdx.x == 0) {
+        for (int64_t i = threadIdx.x; i < chunks.groups; i += count_threads)
+            chunks.group_items[i] = 0;
+        if (threadIdx.x == 0) *chunks.lists_placed = *chunks.groups_taken = 0;
+    }
+    int32_t *result = chunks.chunk_offsets(proxy_head, chunk);
+    for (int32_t id = threadIdx.x; id < seen.begin; id += count_threads)
+        result[id] = 0;
+    for (int64_t id = seen.end + (int64_t)threadIdx.x; id < chunks.blocks; id += count_threads)
+        result[id] = 0;
+    int32_t window = seen.begin;
+    do {
+        const int32_t ids = min(chunks.window, seen.end - window);
+        for (int i = threadIdx.x; i < ids; i += count_threads)
+            counts[i] = 0;
+        __syncthreads();
+        for (int32_t first = first_row; first < row_end; first += count_threads / width) {
+            const int32_t row = first + (int32_t)threadIdx.x / width;
+            const bool exists = row < row_end;
+            const int32_t position = exists ? schedule.geometry.row_position[row] : -1;
+            const int32_t first_block = exists ? schedule.geometry.row_first_block[row] : 0;
+            const int32_t *given = (const int32_t *)block_indices.data + row * block_indices.row_stride +
+                                   proxy_head * block_indices.head_stride;
+            const entries_of_row x(given, top_k, position < 0 ? -1 : position / block_size);
+            if (!exists) continue;
+            const int64_t index = (int64_t)proxy_head * total_q + row;
+            int32_t *row_block = schedule.row_block + index * slots;
+#pragma unroll
+            for (int c = 0; c < entries; c++) {
+                if (x.block[c] != absent) {
+                    const int32_t id = first_block + x.block[c], place = id - window;
+                    row_block[x.rank[c]] = id;
+                    if (place >= 0 && place < ids) atomicAdd(&counts[place], 1);
+                }
+                const int number = entries_of_row::number(c);
+                if (number >= x.count && number < slots) row_block[number] = -1;
+            }
+            if (entries_of_row::lane() == 0) schedule.row_count[index] = x.count;
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < ids; i += count_threads)
+            result[window + i] = counts[i];
+        window += ids;
+    } while (window < seen.end);
 }
 
-/* Replaces each of count values by the sum of those before it; their total goes behind them. */
-__global__ void __launch_bounds__(sums_threads) scan_sums(int64_t *sums, int64_t count) {
+/* ---- Lists --------------------------------------------------------------------------------------------------- */
+
+constexpr int lists_threads = 1024, lanes = 32, lists_at_once = 4;
+
+/* Replaces each of count values by the sum of those before it; their total goes behind them. By one thread block, from
+ * values that others have written. */
+__device__ void scan_lengths(int64_t *values, int64_t count) {
     int64_t before = 0, total;
-    for (int64_t tile = 0; tile < count; tile += sums_threads) {
-        const int64_t i = tile + threadIdx.x;
-        const int64_t value = i < count ? sums[i] : 0;
-        const int64_t offset = fmsa::block_exclusive_scan<sums_threads>(value, (int64_t)0, fmsa::add(), total);
-        if (i < count) sums[i] = before + offset;
+    for (int64_t tile = 0; tile < count; tile += lists_threads * lists_at_once) {
+        const int64_t first = tile + threadIdx.x * lists_at_once;
+        int64_t value[lists_at_once], sum = 0;
+#pragma unroll
+        for (int i = 0; i < lists_at_once; i++) {
+            value[i] = first + i < count ? __ldcg(&values[first + i]) : 0;
+            sum += value[i];
+        }
+        int64_t offset = before + fmsa::block_exclusive_scan<lists_threads>(sum, (int64_t)0, fmsa::add(), total);
+#pragma unroll
+        for (int i = 0; i < lists_at_once; i++) {
+            if (first + i < count) values[first + i] = offset;
+            offset += value[i];
+        }
         before += total;
     }
-    if (threadIdx.x == 0) sums[count] = before;
+    if (threadIdx.x == 0) values[count] = before;
 }
 
-/* The place of each run, and each copy's part within it: counts become the offset of the copy's first edge. */
-__global__ void __launch_bounds__(tile_threads) place_runs(int32_t *counts, const int64_t *tile_sum, int64_t *run_begin,
-                                                           int32_t *run_edges, int64_t *list_begin, runs runs) {
-    const int64_t tile = (int64_t)blockIdx.x * tile_runs;
-    int64_t tile_begin = tile_sum[blockIdx.x];
-    for (int64_t first = tile; first < min(tile + tile_runs, runs.total); first += tile_threads) {
-        const int64_t run = first + threadIdx.x;
-        int32_t edges = 0, total;
-        for (int32_t copy = 0; copy < runs.copies && run < runs.total; copy++) {
-            int32_t *count = &counts[copy * runs.total + run];
-            const int32_t before = edges;
-            edges += *count;
-            *count = before;
-        }
-        const int64_t begin = tile_begin + fmsa::block_exclusive_scan<tile_threads>(edges, 0, fmsa::add(), total);
-        tile_begin += total;
-        if (run >= runs.total) continue;
-        run_begin[run] = begin;
-        run_edges[run] = edges;
-        if (run % runs.segments == 0) list_begin[run / runs.segments] = begin;
-        if (run == runs.total - 1) list_begin[runs.total / runs.segments] = begin + edges;
+/* A thread block takes 32 lists: lane l list l, warp w a 32nd of the chunks. */
+__global__ void __launch_bounds__(lists_threads) place_lists(int64_t *list_begin, chunks chunks) {
+    __shared__ int32_t sums[lanes][lanes + 1];
+    __shared__ bool last;
+    const int lane = threadIdx.x % lanes, warp = threadIdx.x / lanes;
+    const int64_t id = (int64_t)blockIdx.x * lanes + lane;
+    const int32_t proxy_head = blockIdx.y, share = (chunks.count + lanes - 1) / lanes;
+    const int32_t first = min(warp * share, chunks.count), end = min(first + share, chunks.count);
+    const bool exists = id < chunks.blocks;
+    int32_t sum = 0;
+#pragma unroll 8
+    for (int32_t chunk = first; chunk < end; chunk++)
+        sum += exists ? chunks.chunk_offsets(proxy_head, chunk)[id] : 0;
+    sums[warp][lane] = sum;
+    __syncthreads();
+    int32_t inclusive = sums[lane][warp];
+    const int32_t own = inclusive;
+#pragma unroll
+    for (int step = 1; step < lanes; step *= 2) {
+        const int32_t before = __shfl_up_sync(0xffffffffu, inclusive, step);
+        if (lane >= step) inclusive += before;
     }
+    sums[lane][warp] = inclusive - own;
+    if (lane == lanes - 1) {
+        const int64_t list = (int64_t)blockIdx.x * lanes + warp;
+        if (list < chunks.blocks) list_begin[proxy_head * chunks.blocks + list] = inclusive;
+    }
+    __syncthreads();
+    int32_t offset = sums[warp][lane];
+    for (int32_t chunk = first; exists && chunk < end; chunk++) {
+        int32_t *place = &chunks.chunk_offsets(proxy_head, chunk)[id];
+        const int32_t edges = *place;
+        *place = offset;
+        offset += edges;
+    }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) last = atomicAdd(chunks.lists_placed, 1u) == gridDim.x * gridDim.y - 1;
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    scan_lengths(list_begin, chunks.heads * chunks.blocks);
 }
 
 /* ---- Edges --------------------------------------------------------------------------------------------------- */
 
-constexpr int scatter_threads = 256, slot_bits = 7;
-static_assert(1 << slot_bits >= max_top_k, "a slot fits its bits of a packed edge");
+constexpr int loads_at_once = 8;
 
-/* Until order_runs has been there, edge_row holds (row within the segment, slot) packed together. */
-__global__ void __launch_bounds__(scatter_threads)
-    scatter_edges(fmsa_cuda_schedule schedule, const int64_t *run_begin, int32_t *copy_offset, runs runs, int32_t heads,
-                  int32_t total_q, int32_t slots) {
-    const int64_t edge = (int64_t)blockIdx.x * scatter_threads + threadIdx.x;
-    if (edge >= (int64_t)heads * total_q * slots) return;
-    const int32_t block = schedule.row_block[edge];
-    if (block < 0) return;
-    const int64_t index = edge / slots;
-    const int32_t slot = (int32_t)(edge % slots);
-    const int32_t proxy_head = (int32_t)(index / total_q), row = (int32_t)(index % total_q);
-    const int32_t row_in_segment = row & ((1 << runs.shift) - 1);
-    const int64_t run = runs.index(proxy_head, block, row);
-    const int64_t place = run_begin[run] + atomicAdd(&copy_offset[runs.copy_offset(row) + run], 1);
-    schedule.edge_row[place] = row_in_segment << slot_bits | slot;
-}
-
-constexpr int order_threads = 128, most_order_blocks = 32768;
-
-/* words[i]: 32 rows of the segment. rank[i]: bits set before word i. */
-__device__ void order_run(const fmsa_cuda_schedule &schedule, int64_t begin, int32_t count, int32_t first_row,
-                          uint32_t *words, int32_t *rank, int32_t word_count) {
-    for (int i = threadIdx.x; i < word_count; i += order_threads)
-        words[i] = 0;
-    __syncthreads();
-    for (int i = threadIdx.x; i < count; i += order_threads) {
-        const int32_t row = schedule.edge_row[begin + i] >> slot_bits;
-        atomicOr(&words[row / 32], 1u << row % 32);
-    }
-    __syncthreads();
-    const int per_thread = word_count / order_threads, first = threadIdx.x * per_thread;
-    int32_t bits = 0, total;
-    for (int i = first; i < first + per_thread; i++)
-        bits += __popc(words[i]);
-    int32_t before = fmsa::block_exclusive_scan<order_threads>(bits, 0, fmsa::add(), total);
-    for (int i = first; i < first + per_thread; i++) {
-        rank[i] = before;
-        before += __popc(words[i]);
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < count; i += order_threads) {
-        const int32_t packed = schedule.edge_row[begin + i], row = packed >> slot_bits;
-        const int32_t place = rank[row / 32] + __popc(words[row / 32] & ((1u << row % 32) - 1));
-        schedule.edge_slot[begin + place] = packed & ((1 << slot_bits) - 1);
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < word_count; i += order_threads) {
-        int64_t place = begin + rank[i];
-        for (uint32_t left = words[i]; left != 0; left &= left - 1) {
-            schedule.edge_row[place++] = first_row + i * 32 + __ffs(left) - 1;
+/* One warp. rows_at_once rows are read together where they have at most 16 slots, and then written one by one. */
+template <int rows_at_once>
+__global__ void __launch_bounds__(lanes)
+    scatter_edges(fmsa_cuda_schedule schedule, chunks chunks, int32_t total_q, int32_t slots) {
+    extern __shared__ int32_t next[]; /* place within the list of the next edge of each block id of the window */
+    constexpr int width = lanes / rows_at_once;
+    const int lane = threadIdx.x, row_of_lane = lane / width, slot_of_lane = lane % width;
+    const int32_t chunk = blockIdx.x % chunks.count, proxy_head = blockIdx.x / chunks.count;
+    const int32_t first_row = chunk << chunks.shift, row_end = min(first_row + (1 << chunks.shift), total_q);
+    const int32_t *offsets = chunks.chunk_offsets(proxy_head, chunk);
+    const int64_t *list_begin = schedule.list_begin + proxy_head * chunks.blocks;
+    const id_range seen = chunks.seen[chunk];
+    const int32_t passes = (slots + width - 1) / width; /* reads for the slots of a row */
+    const int32_t reads = (row_end - first_row + rows_at_once - 1) / rows_at_once * passes;
+    for (int32_t window = seen.begin; window < seen.end; window += chunks.window) {
+        const int32_t ids = min(chunks.window, seen.end - window);
+        for (int i = lane; i < ids; i += lanes)
+            next[i] = offsets[window + i];
+        __syncwarp();
+        for (int32_t first = 0; first < reads; first += loads_at_once) {
+            int32_t block[loads_at_once];
+#pragma unroll
+            for (int i = 0; i < loads_at_once; i++) {
+                const int32_t read = first + i, row = first_row + read / passes * rows_at_once + row_of_lane;
+                const int32_t slot = read % passes * width + slot_of_lane;
+                const bool exists = read < reads && row < row_end && slot < slots;
+                block[i] = exists ? schedule.row_block[((int64_t)proxy_head * total_q + row) * slots + slot] : -1;
+            }
+#pragma unroll
+            for (int i = 0; i < loads_at_once; i++) {
+                const int32_t read = first + i, row = first_row + read / passes * rows_at_once + row_of_lane;
+                const int32_t slot = read % passes * width + slot_of_lane, in_window = block[i] - window;
+#pragma unroll
+                for (int r = 0; r < rows_at_once; r++) {
+                    if (r == row_of_lane && block[i] >= 0 && in_window >= 0 && in_window < ids) {
+                        const int64_t place = list_begin[block[i]] + next[in_window]++;
+                        schedule.edge_row[place] = row;
+                        schedule.edge_slot[place] = slot;
+                    }
+                    __syncwarp();
+                }
+            }
         }
-    }
-    __syncthreads();
-}
-
-__global__ void __launch_bounds__(order_threads)
-    order_runs(fmsa_cuda_schedule schedule, const int32_t *run_edges, const int64_t *run_begin, runs runs) {
-    extern __shared__ uint32_t words[];
-    const int32_t word_count = 1 << (runs.shift - 5);
-    int32_t *rank = (int32_t *)words + word_count;
-    for (int64_t run = blockIdx.x; run < runs.total; run += gridDim.x) {
-        const int32_t edges = run_edges[run];
-        if (edges == 0) continue;
-        const int32_t first_row = (int32_t)(run % runs.segments) << runs.shift;
-        order_run(schedule, run_begin[run], edges, first_row, words, rank, word_count);
     }
 }
 
@@ -242,11 +340,11 @@ __global__ void __launch_bounds__(order_threads)
 
 constexpr int item_threads = 256, classes = 5;
 
-/* The items of one run: full ones, and at most one shorter, each of a class of length: 0 the longest. */
-struct run_items {
+/* The items of one block in a segment: full ones, and at most one shorter, each of a class of length: 0 the longest. */
+struct block_items {
     int32_t full, rest;
 
-    __device__ explicit run_items(int32_t edges)
+    __device__ explicit block_items(int32_t edges)
         : full(edges / FMSA_CUDA_ITEM_EDGES), rest(edges % FMSA_CUDA_ITEM_EDGES) {
     }
     __device__ int rest_class() const {
@@ -257,80 +355,98 @@ struct run_items {
     }
 };
 
-struct id_range {
-    int32_t begin, end;
+/* The edges of a list that lie in a segment: from `begin` within the list. */
+struct segment_edges {
+    int32_t begin, count;
+
+    __device__ segment_edges(const fmsa_cuda_schedule &schedule, const chunks &chunks, int32_t proxy_head, int32_t id,
+                             int64_t segment) {
+        const int32_t per_segment = 1 << (chunks.segment_shift - chunks.shift);
+        const int64_t first = segment * per_segment, next = first + per_segment;
+        const int64_t *list = schedule.list_begin + proxy_head * chunks.blocks + id;
+        begin = chunks.chunk_offsets(proxy_head, (int32_t)first)[id];
+        count =
+            (next < chunks.count ? chunks.chunk_offsets(proxy_head, (int32_t)next)[id] : (int32_t)(list[1] - list[0])) -
+            begin;
+    }
 };
 
-/* The first id in use whose value is greater than bound. */
-__device__ int32_t first_above(const int32_t *ascending, int32_t count, int32_t bound) {
-    int32_t low = 0, high = count;
-    while (low < high) {
-        const int32_t middle = low + (high - low) / 2;
-        if (ascending[middle] > bound) {
-            high = middle;
-        } else {
-            low = middle + 1;
-        }
+/* The block ids that rows of a segment see. */
+__device__ id_range segment_seen(const chunks &chunks, int64_t segment) {
+    const int32_t per_segment = 1 << (chunks.segment_shift - chunks.shift);
+    const int32_t first = (int32_t)(segment * per_segment), end = min(first + per_segment, chunks.count);
+    id_range all = {INT32_MAX, 0};
+    for (int32_t chunk = first + (int32_t)threadIdx.x % lanes; chunk < end; chunk += lanes) {
+        const id_range seen = chunks.seen[chunk];
+        if (seen.begin < seen.end) all = {min(all.begin, seen.begin), max(all.end, seen.end)};
     }
-    return low;
+    all.begin = __reduce_min_sync(0xffffffffu, all.begin);
+    all.end = __reduce_max_sync(0xffffffffu, all.end);
+    return all;
 }
 
-/* The block ids that rows of a segment can see: query ranges of blocks begin and end in ascending order. */
-__device__ id_range segment_blocks(const fmsa_cuda_geometry &geometry, const runs &runs, int64_t segment,
-                                   int32_t total_q) {
-    const int64_t first = segment << runs.shift;
-    const int32_t last = (int32_t)min(first + (1 << runs.shift), (int64_t)total_q) - 1;
-    return {first_above(geometry.block_q_end, *geometry.num_blocks, (int32_t)first),
-            first_above(geometry.block_q_begin, *geometry.num_blocks, last)};
+/* The items of all groups before this one. Groups are numbered in the order in which their thread blocks began, so the
+ * ones waited for are under way. Called by all threads. */
+__device__ int32_t items_before(const chunks &chunks, int64_t group, int32_t own) {
+    if (threadIdx.x == 0) atomicExch(&chunks.group_items[group], (uint32_t)own + 1);
+    int32_t before = 0, total;
+    for (int64_t g = threadIdx.x; g < group; g += item_threads) {
+        uint32_t items;
+        while ((items = *(volatile uint32_t *)&chunks.group_items[g]) == 0)
+            __nanosleep(32);
+        before += (int32_t)(items - 1);
+    }
+    fmsa::block_exclusive_scan<item_threads>(before, 0, fmsa::add(), total);
+    return total;
 }
 
-/* One thread block a (segment, proxy head): how many items of each class it has. */
-__global__ void __launch_bounds__(item_threads)
-    count_items(fmsa_cuda_geometry geometry, const int32_t *run_edges, int64_t *group_items, runs runs, int32_t heads,
-                int32_t total_q) {
-    const int64_t segment = blockIdx.x / heads, proxy_head = blockIdx.x % heads;
-    const id_range range = segment_blocks(geometry, runs, segment, total_q);
+__global__ void __launch_bounds__(item_threads) place_items(fmsa_cuda_schedule schedule, chunks chunks) {
+    __shared__ uint32_t taken;
+    if (threadIdx.x == 0) taken = atomicAdd(chunks.groups_taken, 1u);
+    __syncthreads();
+    const int64_t group = taken, segment = group / chunks.heads;
+    const int32_t proxy_head = (int32_t)(group % chunks.heads);
+    const id_range seen = segment_seen(chunks, segment);
     int32_t items[classes] = {};
-    for (int32_t id = range.begin + threadIdx.x; id < range.end; id += item_threads) {
-        const run_items run(run_edges[(proxy_head * runs.blocks + id) * runs.segments + segment]);
+    for (int32_t id = seen.begin + (int32_t)threadIdx.x; id < seen.end; id += item_threads) {
+        const block_items block(segment_edges(schedule, chunks, proxy_head, id, segment).count);
 #pragma unroll
         for (int c = 0; c < classes; c++)
-            items[c] += run.of_class(c);
+            items[c] += block.of_class(c);
     }
+    int32_t base[classes], own = 0;
 #pragma unroll
     for (int c = 0; c < classes; c++) {
         int32_t total;
         fmsa::block_exclusive_scan<item_threads>(items[c], 0, fmsa::add(), total);
-        if (threadIdx.x == 0) group_items[(int64_t)blockIdx.x * classes + c] = total;
+        base[c] = own;
+        own += total;
     }
-}
-
-/* Writes the items of each (segment, proxy head) from the places that the scan of group_items gives. */
-__global__ void __launch_bounds__(item_threads)
-    place_items(fmsa_cuda_schedule schedule, const int32_t *run_edges, const int64_t *run_begin,
-                const int64_t *group_items, runs runs, int32_t heads, int32_t total_q, int64_t groups) {
-    const int64_t segment = blockIdx.x / heads, proxy_head = blockIdx.x % heads;
-    const id_range range = segment_blocks(schedule.geometry, runs, segment, total_q);
-    if (blockIdx.x == 0 && threadIdx.x == 0) *schedule.num_items = (int32_t)group_items[groups * classes];
-    int64_t base[classes];
+    const int32_t before = items_before(chunks, group, own);
 #pragma unroll
     for (int c = 0; c < classes; c++)
-        base[c] = group_items[(int64_t)blockIdx.x * classes + c];
-    for (int32_t tile = range.begin; tile < range.end; tile += item_threads) {
+        base[c] += before;
+    if (group == chunks.groups - 1 && threadIdx.x == 0) *schedule.num_items = before + own;
+
+    for (int32_t tile = seen.begin; tile < seen.end; tile += item_threads) {
         const int32_t id = tile + (int32_t)threadIdx.x;
-        const int64_t index = (proxy_head * runs.blocks + id) * runs.segments + segment;
-        const int32_t edges = id < range.end ? run_edges[index] : 0;
-        const run_items run(edges);
-        int64_t begin = edges > 0 ? run_begin[index] : 0;
+        int64_t begin = 0;
+        int32_t edges = 0;
+        if (id < seen.end) {
+            const segment_edges in_segment(schedule, chunks, proxy_head, id, segment);
+            edges = in_segment.count;
+            begin = schedule.list_begin[proxy_head * chunks.blocks + id] + in_segment.begin;
+        }
+        const block_items block(edges);
 #pragma unroll
         for (int c = 0; c < classes; c++) {
             int32_t total;
-            const int32_t mine = run.of_class(c);
-            int64_t place = base[c] + fmsa::block_exclusive_scan<item_threads>(mine, 0, fmsa::add(), total);
+            const int32_t mine = block.of_class(c);
+            int32_t place = base[c] + fmsa::block_exclusive_scan<item_threads>(mine, 0, fmsa::add(), total);
             base[c] += total;
             for (int i = 0; i < mine; i++) {
-                const int32_t length = c == 0 && i < run.full ? FMSA_CUDA_ITEM_EDGES : run.rest;
-                schedule.items[place++] = {begin, length, id, (int32_t)proxy_head, 0};
+                const int32_t length = c == 0 && i < block.full ? FMSA_CUDA_ITEM_EDGES : block.rest;
+                schedule.items[place++] = {begin, length, id, proxy_head, 0};
                 begin += length;
             }
         }
@@ -339,47 +455,49 @@ __global__ void __launch_bounds__(item_threads)
 
 /* ---- Host ---------------------------------------------------------------------------------------------------- */
 
-/* Scratch of the schedule operation. */
-struct scratch {
-    int32_t *counts; /* [copies][total], then offsets */
-    int32_t *run_edges;
-    int64_t *run_begin;
-    int64_t *tile_sum;
-    int64_t *group_items;
-    int64_t tiles, groups;
-};
-
-/* Copies of the counts: many while the runs are few, so that their atomics do not meet in a few lines of L2. */
-runs count_runs(const fmsa_problem *problem) {
-    constexpr int64_t wanted_counts = 1 << 18, most_copies = 32;
-    runs r;
-    r.blocks = problem->max_key_blocks;
-    r.segments = fmsa_cuda_segments(problem);
-    r.total = problem->config.num_proxy_heads * r.blocks * r.segments;
-    r.shift = fmsa_cuda_segment_shift(problem);
-    r.copies = 1;
-    while (r.copies < most_copies && r.copies * 2 * r.total <= wanted_counts)
-        r.copies *= 2;
-    return r;
+/* Chunks of 128 rows or more: at most 256 of them, and few enough that their counters stay linear in the edges, but no
+ * longer than a segment. */
+chunks cut_rows(const fmsa_problem *problem) {
+    constexpr int32_t least_shift = 7;
+    constexpr int64_t most_chunks = 256, counters_per_edge = 4;
+    const int64_t rows = problem->config.total_q, edges = rows * problem->slots;
+    chunks c = {};
+    c.blocks = problem->max_key_blocks;
+    c.segment_shift = fmsa_cuda_segment_shift(problem);
+    c.heads = problem->config.num_proxy_heads;
+    c.window = (int32_t)(c.blocks < window_ids ? c.blocks : window_ids);
+    c.groups = c.heads * fmsa_cuda_segments(problem);
+    for (c.shift = least_shift; c.shift < c.segment_shift; c.shift++) {
+        const int64_t count = fmsa_ceil_div(rows, (int64_t)1 << c.shift);
+        if (count <= most_chunks && count * c.blocks <= counters_per_edge * edges) break;
+    }
+    c.count = (int32_t)fmsa_ceil_div(rows, (int64_t)1 << c.shift);
+    return c;
 }
 
-scratch take_scratch(const fmsa_problem *problem, const runs &runs, fmsa_cuda_arena *arena) {
-    scratch s;
-    s.tiles = fmsa_ceil_div(runs.total, tile_runs);
-    s.groups = problem->config.num_proxy_heads * runs.segments;
-    s.counts = (int32_t *)fmsa_cuda_take(arena, runs.copies * runs.total, sizeof(int32_t));
-    s.run_edges = (int32_t *)fmsa_cuda_take(arena, runs.total, sizeof(int32_t));
-    s.run_begin = (int64_t *)fmsa_cuda_take(arena, runs.total, sizeof(int64_t));
-    s.tile_sum = (int64_t *)fmsa_cuda_take(arena, s.tiles + 1, sizeof(int64_t));
-    s.group_items = (int64_t *)fmsa_cuda_take(arena, s.groups * classes + 1, sizeof(int64_t));
-    return s;
+void take_scratch(chunks *c, fmsa_cuda_arena *arena) {
+    c->offsets = (int32_t *)fmsa_cuda_take(arena, c->heads * c->count * c->blocks, sizeof(int32_t));
+    c->seen = (id_range *)fmsa_cuda_take(arena, c->count, sizeof(id_range));
+    c->lists_placed = (uint32_t *)fmsa_cuda_take(arena, 1, sizeof(uint32_t));
+    c->groups_taken = (uint32_t *)fmsa_cuda_take(arena, 1, sizeof(uint32_t));
+    c->group_items = (uint32_t *)fmsa_cuda_take(arena, c->groups, sizeof(uint32_t));
+}
+
+fmsa_status launch_count(const fmsa_problem *problem, const fmsa_tensors *tensors, const fmsa_cuda_schedule &schedule,
+                         const chunks &chunks, const fmsa::shared_memory &window, cudaStream_t stream) {
+    const fmsa_config *c = &problem->config;
+    const auto kernel = c->top_k <= 16 ? count_edges<16, 1> : c->top_k <= 32 ? count_edges<32, 1> : count_edges<32, 4>;
+    return fmsa::launch("count_edges", kernel, dim3((unsigned)(chunks.heads * chunks.count)), count_threads, window,
+                        stream, tensors->block_indices, schedule, chunks, (int32_t)c->total_q, c->top_k, problem->slots,
+                        c->block_size);
 }
 
 } // namespace
 
 extern "C" fmsa_status fmsa_portable_schedule_workspace_bytes(const fmsa_problem *problem, size_t *bytes) {
     fmsa_cuda_arena arena = {NULL, 0};
-    take_scratch(problem, count_runs(problem), &arena);
+    chunks chunks = cut_rows(problem);
+    take_scratch(&chunks, &arena);
     *bytes = arena.used;
     return FMSA_OK;
 }
@@ -389,39 +507,24 @@ extern "C" fmsa_status fmsa_portable_schedule(const fmsa_problem *problem, const
     (void)workspace_bytes;
     const fmsa_config *c = &problem->config;
     const fmsa_cuda_schedule schedule = fmsa_cuda_schedule_at(problem, tensors->schedule);
-    const runs runs = count_runs(problem);
+    chunks chunks = cut_rows(problem);
     fmsa_cuda_arena arena = {(char *)workspace, 0};
-    const scratch s = take_scratch(problem, runs, &arena);
-    const int32_t heads = c->num_proxy_heads, total_q = (int32_t)c->total_q, slots = problem->slots;
-    const int64_t rows = (int64_t)heads * total_q;
-    const dim3 tiles((unsigned)s.tiles), groups((unsigned)s.groups);
-
+    take_scratch(&chunks, &arena);
+    const fmsa::shared_memory window((size_t)chunks.window * sizeof(int32_t), window_ids * sizeof(int32_t));
     FMSA_TRY(fmsa_cuda_build_geometry(problem, schedule.geometry, stream));
-    const size_t count_bytes = (size_t)(runs.copies * runs.total) * sizeof(int32_t);
-    FMSA_TRY(fmsa_cuda_status("clearing the schedule", cudaMemsetAsync(s.counts, 0, count_bytes, stream)));
-    FMSA_TRY(fmsa::launch("clean_rows", clean_rows, dim3(fmsa_cuda_grid(rows, rows_per_block)), rows_threads, 0, stream,
-                          tensors->block_indices, schedule, s.counts, runs, heads, total_q, c->top_k, slots,
-                          c->block_size));
-    if (runs.total == 0) {
-        const size_t list_bytes = (size_t)(heads * problem->max_key_blocks + 1) * sizeof(int64_t);
+    FMSA_TRY(launch_count(problem, tensors, schedule, chunks, window, stream));
+    if (chunks.blocks == 0 || chunks.count == 0) {
+        const size_t list_bytes = (size_t)(chunks.heads * chunks.blocks + 1) * sizeof(int64_t);
         FMSA_TRY(
             fmsa_cuda_status("clearing the schedule", cudaMemsetAsync(schedule.list_begin, 0, list_bytes, stream)));
         return fmsa_cuda_status("clearing the schedule",
                                 cudaMemsetAsync(schedule.num_items, 0, sizeof(int32_t), stream));
     }
-    FMSA_TRY(fmsa::launch("sum_tiles", sum_tiles, tiles, tile_threads, 0, stream, s.counts, s.tile_sum, runs));
-    FMSA_TRY(fmsa::launch("scan_sums", scan_sums, dim3(1), sums_threads, 0, stream, s.tile_sum, s.tiles));
-    FMSA_TRY(fmsa::launch("place_runs", place_runs, tiles, tile_threads, 0, stream, s.counts, s.tile_sum, s.run_begin,
-                          s.run_edges, schedule.list_begin, runs));
-    FMSA_TRY(fmsa::launch("scatter_edges", scatter_edges, dim3(fmsa_cuda_grid(rows * slots, scatter_threads)),
-                          scatter_threads, 0, stream, schedule, s.run_begin, s.counts, runs, heads, total_q, slots));
-    const size_t bitmap_bytes = ((size_t)1 << (runs.shift - 5)) * (sizeof(uint32_t) + sizeof(int32_t));
-    const unsigned order_blocks = (unsigned)(runs.total < most_order_blocks ? runs.total : most_order_blocks);
-    FMSA_TRY(fmsa::launch("order_runs", order_runs, dim3(order_blocks), order_threads, bitmap_bytes, stream, schedule,
-                          s.run_edges, s.run_begin, runs));
-    FMSA_TRY(fmsa::launch("count_items", count_items, groups, item_threads, 0, stream, schedule.geometry, s.run_edges,
-                          s.group_items, runs, heads, total_q));
-    FMSA_TRY(fmsa::launch("scan_sums", scan_sums, dim3(1), sums_threads, 0, stream, s.group_items, s.groups * classes));
-    return fmsa::launch("place_items", place_items, groups, item_threads, 0, stream, schedule, s.run_edges, s.run_begin,
-                        s.group_items, runs, heads, total_q, s.groups);
+    const dim3 lists((unsigned)fmsa_ceil_div(chunks.blocks, lanes), (unsigned)chunks.heads);
+    FMSA_TRY(fmsa::launch("place_lists", place_lists, lists, lists_threads, 0, stream, schedule.list_begin, chunks));
+    const auto scatter = problem->slots <= 16 ? scatter_edges<2> : scatter_edges<1>;
+    FMSA_TRY(fmsa::launch("scatter_edges", scatter, dim3((unsigned)(chunks.heads * chunks.count)), lanes, window,
+                          stream, schedule, chunks, (int32_t)c->total_q, problem->slots));
+    return fmsa::launch("place_items", place_items, dim3((unsigned)chunks.groups), item_threads, 0, stream, schedule,
+                        chunks);
 }

@@ -154,7 +154,8 @@ int32_t choose_parts(const fmsa_problem *problem, const plan &p) {
     return (int32_t)(parts > most_parts ? most_parts : parts);
 }
 
-/* FUSED keeps its lists in scratch where tiles are cut into parts: they are not if the limit is too low. Otherwise the
+/* Lists kept in registers pass through scratch where tiles are cut into parts: if the limit is too low, they are not
+ * cut. Otherwise the
  * scores of a chunk of rows are there, and the limit says how many rows that is. */
 fmsa_status make_plan(const fmsa_problem *problem, plan *p) {
     const fmsa_config *c = &problem->config;

@@ -1,7 +1,7 @@
 /* Proxy scores and top-k on Hopper: the kernel, for operands of 16 or 8 bits.
  *
  * Computes, for each (token, proxy head), the maximum of its scores over each key block that it could choose, and
- * either keeps the best 16 blocks in registers and writes block_indices (FUSED), or writes the maxima to scratch, from
+ * either keeps the best 16 blocks in registers and writes block_indices (fused), or writes the maxima to scratch, from
  * which fmsa_cuda_top_k chooses (for larger k).
  *
  * Tile. 256 rows of one proxy key head, walked token by token with the heads that share the key head within, against
@@ -9,14 +9,14 @@
  * rows that see no more than k blocks, are not scored: with local_blocks >= 1 every scored block lies wholly before its
  * row, so nothing is masked within a block. (With local_blocks = 0 a simpler loop masks, without overlap.)
  * A thread block takes a tile, the longest tiles first. When tiles are too few for the card, their key blocks are cut
- * into parts of one length; the thread block that finishes last merges the parts' lists, so the result does not depend
- * on who that is.
+ * into parts of one length; the thread block that finishes last merges the parts' lists; the order is strict, so the
+ * result does not depend on who that is.
  *
  * Roles. One producer warpgroup, one thread of which copies Q once and key blocks into a ring of stages (TMA); two
  * consumer warpgroups of 128 rows, two wgmma accumulators of 64 x 128 each. A consumer issues both products of a block,
  * takes the maxima of the block before into its lists while they run, reduces the first accumulator while the second
- * is computed, and the second while the other warpgroup multiplies: that keeps the tensor cores busy without barriers
- * between the consumers. The producer waits for both consumers to empty a stage; consumers wait for the copy alone.
+ * is computed, and the second while the other warpgroup multiplies; the two take turns at issuing. The producer waits
+ * for both consumers to empty a stage.
  *
  * Order. Scores become integers that order as the selection does (NaN lowest, -0 as +0). Blocks come newest first and
  * an equal score goes before those already there, so that ties go to the lower block. */
@@ -38,7 +38,7 @@ constexpr int select_rows = 256, select_keys = 128, select_threads = 384, select
 struct select_work {
     fmsa_cuda_geometry geometry;
     fmsa_tensor q;             /* q_proxy */
-    fmsa_tensor block_indices; /* FUSED: the result */
+    fmsa_tensor block_indices; /* fused: the result */
     float *scores;             /* otherwise: see fmsa_cuda_scores */
     int64_t scores_stride;
     const float *block_scale; /* 8 bits: [Hpk][blocks] factor of a key block's scores; otherwise NULL */
@@ -123,11 +123,18 @@ __device__ __forceinline__ int32_t preference(float score) {
     return isnan(score) ? nan_key : bits ^ (bits >> 31 & INT32_MAX);
 }
 
-/* In descending order of key; of equal keys, the one inserted later comes first. */
+/* Whether block a is to be preferred to block b. */
+__device__ __forceinline__ bool goes_before(int32_t a_key, int32_t a_id, int32_t b_key, int32_t b_id) {
+    return a_key > b_key || (a_key == b_key && a_id < b_id);
+}
+
+/* The best blocks that were offered, the most preferred first. Blocks must be offered from the newest to the oldest, so
+ * that one of equal score goes before those already there. */
 struct best_blocks {
     int32_t key[select_kept], id[select_kept];
+    int32_t waiting_key, waiting_id; /* a block that is not in the list yet; hidden_key: none */
 
-    __device__ __forceinline__ best_blocks() {
+    __device__ __forceinline__ best_blocks() : waiting_key(hidden_key), waiting_id(-1) {
 #pragma unroll
         for (int i = 0; i < select_kept; i++) {
             key[i] = empty_key;
@@ -146,9 +153,41 @@ struct best_blocks {
         id[0] = before_last ? new_id : id[0];
         key[0] = max(key[0], new_key);
     }
-    /* Skipped where no row of the warp has a use for it. */
+    /* A block that may belong in the list waits until a lane of the warp has a second one: inserting is the dear part,
+     * and all lanes do it at once. */
     __device__ __forceinline__ void offer(int32_t new_key, int32_t new_id) {
-        if (__any_sync(0xffffffffu, new_key >= key[select_kept - 1])) insert(new_key, new_id);
+        const bool wanted = new_key >= key[select_kept - 1];
+        if (__any_sync(0xffffffffu, wanted && waiting_key != hidden_key)) finish();
+        waiting_key = wanted ? new_key : waiting_key;
+        waiting_id = wanted ? new_id : waiting_id;
+    }
+    __device__ __forceinline__ void finish() {
+        insert(waiting_key, waiting_id);
+        waiting_key = hidden_key;
+    }
+    /* Takes in another such list, of other blocks, entry i of which is at other[i * stride]. */
+    __device__ __forceinline__ void merge(const int2 *other, int64_t stride) {
+        /* The better of each pair from the two ends are the best of both, in bitonic order. */
+#pragma unroll
+        for (int i = 0; i < select_kept; i++) {
+            const int2 entry = __ldcg(other + (select_kept - 1 - i) * stride);
+            const bool replaces = goes_before(entry.x, entry.y, key[i], id[i]);
+            key[i] = replaces ? entry.x : key[i];
+            id[i] = replaces ? entry.y : id[i];
+        }
+#pragma unroll
+        for (int step = select_kept / 2; step > 0; step /= 2) {
+#pragma unroll
+            for (int i = 0; i < select_kept; i++) {
+                if (i & step) continue;
+                const bool swaps = goes_before(key[i + step], id[i + step], key[i], id[i]);
+                const int32_t first_key = key[i], first_id = id[i];
+                key[i] = swaps ? key[i + step] : first_key;
+                id[i] = swaps ? id[i + step] : first_id;
+                key[i + step] = swaps ? first_key : key[i + step];
+                id[i + step] = swaps ? first_id : id[i + step];
+            }
+        }
     }
 };
 
@@ -199,7 +238,7 @@ __device__ __forceinline__ void write_indices(const select_work &w, const select
 }
 
 /* Leaves the list of one part for the others. Returns whether this was the tile's last part: `best` then holds the best
- * of all parts, merged from the newest blocks to the oldest. Called by the 256 consumer threads. */
+ * of all parts. Called by the 256 consumer threads. */
 __device__ __forceinline__ bool merge_parts(const select_work &w, int64_t tile, int32_t part, int32_t parts,
                                             int32_t row, best_blocks &best) {
     __shared__ bool last;
@@ -214,12 +253,8 @@ __device__ __forceinline__ bool merge_parts(const select_work &w, int64_t tile, 
     named_barrier_sync(1, 256);
     if (!last) return false;
     __threadfence();
-    best = best_blocks();
-    for (int32_t other = parts - 1; other >= 0; other--) {
-        for (int i = select_kept - 1; i >= 0; i--) {
-            const int2 entry = __ldcg(&lists[(other * select_kept + i) * select_rows]);
-            best.offer(entry.x == empty_key ? hidden_key : entry.x, entry.y);
-        }
+    for (int32_t other = 0; other < parts; other++) {
+        if (other != part) best.merge(lists + (int64_t)other * (select_kept * select_rows), select_rows);
     }
     return true;
 }
@@ -406,6 +441,9 @@ __device__ void consume(const select_work &w, const select_ring<Operands> &ring,
             place.advance();
         };
         if (w.local_blocks > 0) {
+            /* The consumers take turns at issuing, so that the one's products run while the other reduces. */
+            const uint32_t consumer = threadIdx.x / 128, own_turn = 2 + consumer, other_turn = 3 - consumer;
+            if (consumer == 1) named_barrier_arrive(other_turn, 256);
             int32_t previous = -1;
             float factor = 0;
 #pragma unroll
@@ -414,11 +452,13 @@ __device__ void consume(const select_work &w, const select_ring<Operands> &ring,
 #pragma unroll 1
             for (int32_t id = share.ids.end - 1; id >= share.ids.begin; id--) {
                 barrier_wait(ring.full(place.stage), place.parity);
+                named_barrier_sync(own_turn, 256);
                 wgmma_fence();
                 operands.multiply(s[0], 0, ring.stage(place.stage));
                 wgmma_commit();
                 operands.multiply(s[1], 1, ring.stage(place.stage));
                 wgmma_commit();
+                named_barrier_arrive(other_turn, 256);
                 take(previous, factor);
                 factor = factor_of(id);
                 previous = id;
@@ -460,6 +500,7 @@ __device__ void consume(const select_work &w, const select_ring<Operands> &ring,
         }
     }
     if constexpr (fused) {
+        sink.best.finish();
         asm volatile("" : "+r"(own)); /* what follows from it is computed again, not held through the loops */
         if (share.parts > 1 &&
             !merge_parts(w, (int64_t)tile * w.key_heads + key_head, part, share.parts, own, sink.best)) {
