@@ -113,7 +113,7 @@ def flash_msa_mask(
     kv_length: int,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
-    mask_function: Callable[..., Tensor] | None = None,
+    mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
     **kwargs: Any,
@@ -152,7 +152,8 @@ def flash_msa_mask(
                 "the attention mask and the packing of documents are both given, or packed documents with a cache; "
                 "flashmsa takes packed documents alone (position_ids that restart, or cu_seq_lens_q and cu_seq_lens_k)"
             )
-        return _packed_fragments(_document_starts(mask_function, batch_size, q_length, torch.device(device)))[None, None]
+        starts = _document_starts(mask_function, batch_size, q_length, torch.device(device))
+        return _packed_fragments(starts)[None, None]
     whole = isinstance(q_offset, int) and q_offset + q_length == kv_length
     if attention_mask is None and whole:
         return None
@@ -189,9 +190,8 @@ def _position_fragments(position_ids: Tensor, batch: int) -> Tensor | None:
     transformers looks for packed documents only where no cache is passed, and models make a cache unless told not to.
     Looking synchronises; so it is done once for a tensor, not once for a layer.
     """
-    if _recent.position_ids is None or _recent.position_ids() is not position_ids or (
-        _recent.version != position_ids._version
-    ):
+    seen = _recent.position_ids is not None and _recent.position_ids() is position_ids
+    if not seen or _recent.version != position_ids._version:
         first = torch.ones_like(position_ids, dtype=torch.bool)
         first[:, 1:] = position_ids.diff(dim=1) != 1
         packed = bool(first[:, 1:].any())
@@ -221,8 +221,8 @@ class ProxyLoss:
         self._indexers = [module for module in model.modules() if _is_indexer(module)]
         if not self._indexers:
             raise ValueError(
-                f"{type(model).__name__} has no layer of type 'minimax_m3_sparse'; the proxy loss trains the indexers of "
-                "such layers (config.layer_types)"
+                f"{type(model).__name__} has no layer of type 'minimax_m3_sparse' (config.layer_types); the proxy loss "
+                "trains the indexers of such layers"
             )
         if any(getattr(indexer, _ATTRIBUTE, None) is not None for indexer in self._indexers):
             raise ValueError("the proxy loss is enabled for this model already; disable() the first one")
@@ -283,12 +283,13 @@ def _share_of_step(kwargs: dict[str, Any]) -> float | Tensor:
     items, labels = kwargs.get("num_items_in_batch"), kwargs.get("labels")
     if items is None or labels is None:
         return 1.0
-    return (labels[..., 1:] != -100).sum() / torch.as_tensor(items, device=labels.device)
+    share: Tensor = (labels[..., 1:] != -100).sum() / torch.as_tensor(items, device=labels.device)
+    return share
 
 
 def enable_proxy_loss(model: nn.Module, weight: float = 1.0, *, dense: bool = False) -> ProxyLoss:
-    """Lets the proxy (KL) loss train the indexers of a model on flashmsa. Nothing else in transformers does: a selection
-    has no gradient.
+    """Lets the proxy (KL) loss train the indexers of a model on flashmsa. Nothing in transformers does: a selection has
+    no gradient.
 
     From here on, a forward pass in training mode with gradients enabled adds ``weight`` times the sum of the layers' KL
     to the ``loss`` of its output, where it has one. The indexers read the layers' inputs detached, so this loss trains
@@ -523,26 +524,34 @@ def select_blocks(module: nn.Module, proxies: Proxies) -> Tensor:
         int32 [B, Hp, Sq, k], ascending block numbers, then -1.
 
     Example:
-        >>> # hook = layer.self_attn.indexer.register_forward_hook(lambda module, args, output: seen.append(output))
-        >>> # flashmsa.hf.select_blocks(layer.self_attn, seen[0])
+        >>> layer = torch.nn.Module()
+        >>> layer.indexer = torch.nn.Module()
+        >>> layer.indexer.topk_blocks, layer.indexer.block_size, layer.indexer.local_blocks = 2, 16, 1
+        >>> proxies = Proxies(torch.randn(1, 64, 2, 32), torch.randn(1, 64, 1, 32))
+        >>> select_blocks(layer, proxies)[0, :, 20].tolist()
+        [[0, 1], [0, 1]]
     """
     indexer: Any = module.indexer
     batch, q_length = proxies.q.shape[:2]
-    offsets = [_batch_offsets(batch, x.shape[1], x.device) for x in proxies]
-    indices = ops.select(
-        *(x.detach().flatten(0, 1) for x in proxies), *offsets, indexer.topk_blocks, indexer.block_size,
-        indexer.local_blocks,
-    )  # fmt: skip
-    return indices.unflatten(1, (batch, q_length)).transpose(0, 1)
+    q, k = (x.detach().flatten(0, 1) for x in proxies)
+    indices: Tensor = ops.select(
+        q,
+        k,
+        _batch_offsets(batch, q_length, q.device),
+        _batch_offsets(batch, proxies.k.shape[1], k.device),
+        indexer.topk_blocks,
+        block_size=indexer.block_size,
+        local_blocks=indexer.local_blocks,
+    )
+    return indices.view(-1, batch, q_length, indexer.topk_blocks).transpose(0, 1)
 
 
 def register() -> None:
     """Makes ``attn_implementation="flashmsa"`` known to transformers. Calling it again changes nothing.
 
-    Besides the attention and the mask function, two methods of transformers are wrapped, and act differently for models
-    with ``attn_implementation="flashmsa"`` only: the indexer of MiniMax-M3 returns its queries and keys instead of a
-    selection, and the check of the name does not go looking for a FlashAttention package, as it does for every name that
-    contains "flash".
+    Besides the attention and the mask function, two methods of transformers are wrapped, and act differently under this
+    name alone: the indexer of MiniMax-M3 returns its queries and keys instead of a selection, and the check of the name
+    does not go looking for a FlashAttention package, as it does for every other name that contains "flash".
 
     Raises:
         ImportError: transformers is missing, or older than 5.17, where the model came.
@@ -560,7 +569,7 @@ def register() -> None:
     except ImportError as error:
         raise ImportError("flashmsa.hf needs transformers 5.17 or newer: pip install 'transformers>=5.17'") from error
 
-    if NAME in AttentionInterface():
+    if NAME in AttentionInterface._global_mapping:
         return
     AttentionInterface.register(NAME, flash_msa_attention)
     AttentionMaskInterface.register(NAME, flash_msa_mask)

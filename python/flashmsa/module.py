@@ -246,8 +246,8 @@ class MSAttention(nn.Module):
 
         Args:
             hidden_states: [B, S, hidden_size], or [T, hidden_size] with ``cu_seqlens``.
-            cu_seqlens: int32 [documents + 1] on the device of ``hidden_states``, ascending from 0: the offsets of packed
-                documents, which do not see each other. Rows beyond the last are not read and get output 0.
+            cu_seqlens: int32 [documents + 1] on the device of ``hidden_states``, ascending from 0: offsets of packed
+                documents, which do not see each other. Rows beyond the last offset get output 0.
             max_seqlen: no document has more tokens; 0 if unknown. A true bound saves scratch on CUDA.
             mode: for this call instead of the attribute.
             kl_value: False: ``kl`` is 0 and only carries the gradient, which saves a pass over the selected blocks.
