@@ -156,6 +156,7 @@ static const implementation portable[FMSA_OPERATION_COUNT] = {
 /* The schedule is one for all families. */
 static const implementation sm90[FMSA_OPERATION_COUNT] = {
     [FMSA_OPERATION_SELECT] = SM90(select),
+    [FMSA_OPERATION_FORWARD] = SM90(forward),
     [FMSA_OPERATION_PROXY_LOSS] = SM90(proxy_loss),
     [FMSA_OPERATION_BACKWARD] = SM90(backward),
     [FMSA_OPERATION_BACKWARD_WITH_PROXY] = SM90(backward_with_proxy),

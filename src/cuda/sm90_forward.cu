@@ -1,0 +1,200 @@
+/* The Hopper forward: which problems it takes, how scratch is laid out, and the order of its launches.
+ *
+ * Dense: geometry, plan (sm90_forward_plan.cu), query-outer kernel (sm90_forward_query.cu). Sparse, for each chunk of
+ * query rows: plan; key-outer kernel (sm90_forward_key.cu) for the edges that few neighbours share; query-outer kernel
+ * for the rest, in one of two forms, chosen on the device: one that merges partial results
+ * (sm90_forward_merge.cu), or the plain one where the chunk has none. */
+#include "sm90.h"
+#include "sm90_forward.cuh"
+
+namespace fmsa {
+namespace forward90 {
+
+namespace {
+
+/* How a problem is cut. In dense mode all heads of a key head are a unit. */
+struct layout {
+    tile_shape shape;
+    int32_t units, units_per_key_head, units_per_proxy_head;
+    int32_t popular, room, words;
+};
+
+layout make_layout(const fmsa_problem *problem) {
+    const fmsa_config &c = problem->config;
+    layout l = {};
+    l.units = is_dense(problem) ? c.num_kv_heads : problem->units;
+    l.units_per_key_head = l.units / c.num_kv_heads;
+    l.units_per_proxy_head = is_dense(problem) ? 1 : l.units / c.num_proxy_heads;
+    l.shape.heads = c.num_heads / l.units;
+    l.shape.half_tokens = half_rows / l.shape.heads;
+    l.shape.tokens = 2 * l.shape.half_tokens;
+    l.shape.per_block = (block_keys + l.shape.tokens - 1) / l.shape.tokens;
+    /* Measured: a step of the query-outer kernel pays where 5 of 8 tokens take part. */
+    l.popular = (5 * l.shape.tokens + 7) / 8;
+    /* Blocks that so many chose, or in a short tile blocks that all chose, and the local one. */
+    const int32_t shared = l.shape.tokens * problem->slots / l.popular;
+    l.room = (shared > problem->slots ? shared : problem->slots) + 1;
+    l.words = l.shape.tokens <= 32 ? 1 : l.shape.tokens <= 64 ? 2 : mask_words;
+    return l;
+}
+
+/* Tiles of `rows` query rows, at most: those that a document of all rows would have, and for each fragment one at
+ * either end that is not full, and where tiles do not divide a block one more short one. */
+int64_t most_tiles(const fmsa_problem *problem, const tile_shape &shape, int64_t rows) {
+    const int64_t fragments = problem->config.num_fragments < rows ? problem->config.num_fragments : rows;
+    const int64_t short_tiles = shape.per_block * shape.tokens == block_keys ? 2 : 3;
+    const int64_t tiles = rows * shape.per_block / block_keys + short_tiles * fragments + 1;
+    return tiles < rows ? tiles : rows;
+}
+
+int64_t most_items(const fmsa_problem *problem, int64_t rows) {
+    work w = {};
+    w.items = reinterpret_cast<const fmsa_cuda_item *>(problem); /* any but NULL: sparse */
+    w.row_end = static_cast<int32_t>(rows);
+    return max_shares(problem, w);
+}
+
+/* Takes the scratch of a chunk of `rows` rows into l. */
+void take_scratch(const fmsa_problem *problem, const layout &how, int64_t rows, fmsa_cuda_arena *arena,
+                  launch_parameters *l) {
+    const fmsa_config &c = problem->config;
+    l->problem = problem;
+    l->shape = how.shape;
+    l->units = how.units;
+    l->units_per_key_head = how.units_per_key_head;
+    l->units_per_proxy_head = how.units_per_proxy_head;
+    l->popular = how.popular;
+    l->slots = problem->slots;
+    l->most_tiles = static_cast<int32_t>(most_tiles(problem, how.shape, rows));
+    if (is_dense(problem)) l->geometry = fmsa_cuda_geometry_at(problem, arena->base);
+    if (is_dense(problem)) arena->used += (fmsa_cuda_geometry_bytes(problem) + 255) & ~size_t(255);
+    const auto take = [&](auto *&pointer, int64_t count) {
+        pointer =
+            static_cast<std::remove_reference_t<decltype(pointer)>>(fmsa_cuda_take(arena, count, sizeof(*pointer)));
+    };
+    take(l->state, 1);
+    take(l->fragment_tile, c.num_fragments + 1);
+    take(l->tiles, l->most_tiles);
+    if (is_dense(problem)) return;
+    const int64_t lists = int64_t(l->most_tiles) * c.num_proxy_heads, edges = c.num_proxy_heads * rows * l->slots;
+    const int64_t cells = int64_t(l->most_tiles) * l->units * l->slots * how.shape.tokens;
+    l->most_items = most_items(problem, rows);
+    l->lists.most_tiles = l->most_tiles;
+    l->lists.room = how.room;
+    l->lists.words = how.words;
+    l->lists.count_bytes = (how.shape.tokens + 15) / 16 * 16;
+    take(l->lists.lists, lists);
+    take(l->lists.entries, lists * how.room * (1 + how.words));
+    take(l->lists.token_partials, lists * l->lists.count_bytes);
+    take(l->edge_cell, edges);
+    take(l->cuts, 2);
+    take(l->item_edges, l->most_items);
+    take(l->item_begin, l->most_items);
+    take(l->remote, edges);
+    take(l->partial_lse, cells * how.shape.heads);
+    l->partial_values = fmsa_cuda_take(arena, cells * how.shape.heads, 2 * c.head_dim);
+}
+
+size_t scratch_bytes(const fmsa_problem *problem, const layout &how, int64_t rows) {
+    fmsa_cuda_arena arena = {nullptr, 0};
+    launch_parameters l = {};
+    take_scratch(problem, how, rows, &arena, &l);
+    return arena.used;
+}
+
+/* Rows of a chunk, so that its scratch fits in scratch_limit, or without one in what a launch needs to fill the card:
+ * all rows, or whole segments of the schedule, or a power of two of rows. */
+fmsa_status plan_chunks(const fmsa_problem *problem, const layout &how, int64_t *rows) {
+    constexpr size_t usual_bytes = size_t(5) << 29;
+    constexpr int64_t least_rows = 128;
+    const fmsa_config &c = problem->config;
+    const int64_t least = c.total_q < least_rows ? c.total_q : least_rows;
+    const size_t limit = c.scratch_limit != 0 ? c.scratch_limit : usual_bytes;
+    *rows = c.total_q;
+    if (is_dense(problem) || scratch_bytes(problem, how, *rows) <= limit) return FMSA_OK;
+    const int64_t segment = int64_t(1) << fmsa_cuda_segment_shift(problem);
+    *rows = (c.total_q - 1) / segment * segment;
+    while (*rows > segment && scratch_bytes(problem, how, *rows) > limit)
+        *rows = (*rows / 2 + segment - 1) / segment * segment;
+    if (*rows == 0) *rows = segment;
+    while (*rows > least && scratch_bytes(problem, how, *rows) > limit)
+        *rows /= 2;
+    return FMSA_OK;
+}
+
+fmsa_status plan_scratch(const fmsa_problem *problem, const layout &how, int64_t *rows, size_t *bytes) {
+    FMSA_TRY(plan_chunks(problem, how, rows));
+    *bytes = scratch_bytes(problem, how, *rows);
+    const size_t limit = problem->config.scratch_limit;
+    if (limit == 0 || *bytes <= limit) return FMSA_OK;
+    return fmsa_fail(FMSA_ERROR_WORKSPACE,
+                     "scratch_limit is %zu; the forward pass needs at least %zu bytes for these shapes", limit, *bytes);
+}
+
+fmsa_status attend_chunk(launch_parameters &l) {
+    if (l.schedule != nullptr) {
+        work w = make_work(l.problem, l.geometry, l.schedule, l.cuts, block_keys, l.shape.heads);
+        w.row_begin = l.row_begin;
+        w.row_end = l.row_end;
+        FMSA_TRY(cut_shares(l.problem, w, l.schedule->num_items, l.stream));
+    }
+    FMSA_TRY(make_plan(l));
+    if (l.problem->config.total_k == 0) return FMSA_OK; /* no row has a key: the plan has cleared them */
+    if (l.schedule != nullptr) {
+        FMSA_TRY(attend_keys(l));
+        FMSA_TRY(attend_and_merge(l));
+    }
+    return attend_queries(l);
+}
+
+} // namespace
+
+} // namespace forward90
+} // namespace fmsa
+
+using namespace fmsa;
+using namespace fmsa::forward90;
+
+extern "C" bool fmsa_sm90_takes_forward(const fmsa_problem *problem) {
+    const fmsa_config &c = problem->config;
+    const bool narrow = c.dtype == FMSA_DTYPE_BF16 || c.dtype == FMSA_DTYPE_FP16;
+    return narrow && c.block_size == block_keys && (c.head_dim == 64 || c.head_dim == 128) &&
+           make_layout(problem).shape.half_tokens > 0;
+}
+
+extern "C" fmsa_status fmsa_sm90_forward_workspace_bytes(const fmsa_problem *problem, size_t *bytes) {
+    int64_t rows;
+    return plan_scratch(problem, make_layout(problem), &rows, bytes);
+}
+
+extern "C" fmsa_status fmsa_sm90_forward(const fmsa_problem *problem, const fmsa_tensors *tensors, void *workspace,
+                                         size_t, cudaStream_t stream) {
+    const fmsa_config &c = problem->config;
+    const layout how = make_layout(problem);
+    int64_t rows;
+    size_t bytes;
+    FMSA_TRY(plan_scratch(problem, how, &rows, &bytes));
+    fmsa_cuda_arena arena = {static_cast<char *>(workspace), 0};
+    launch_parameters l = {};
+    take_scratch(problem, how, rows, &arena, &l);
+    l.tensors = tensors;
+    l.stream = stream;
+    int device;
+    FMSA_TRY(fmsa_cuda_status("reading the current device", cudaGetDevice(&device)));
+    FMSA_TRY(fmsa_cuda_status("counting multiprocessors",
+                              cudaDeviceGetAttribute(&l.processors, cudaDevAttrMultiProcessorCount, device)));
+    fmsa_cuda_schedule schedule = {};
+    if (is_dense(problem)) {
+        FMSA_TRY(fmsa_cuda_build_geometry(problem, l.geometry, stream));
+    } else {
+        schedule = fmsa_cuda_schedule_at(problem, tensors->schedule);
+        l.schedule = &schedule;
+        l.geometry = schedule.geometry;
+    }
+    for (int64_t begin = 0; begin < c.total_q; begin += rows) {
+        l.row_begin = static_cast<int32_t>(begin);
+        l.row_end = static_cast<int32_t>(begin + rows < c.total_q ? begin + rows : c.total_q);
+        FMSA_TRY(attend_chunk(l));
+    }
+    return FMSA_OK;
+}

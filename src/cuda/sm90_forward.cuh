@@ -1,0 +1,593 @@
+/* What the Hopper forward's kernels share: how query rows are cut into tiles, what the plan leaves in scratch for the
+ * kernels that attend, and the arithmetic of a warp's part of a tile.
+ *
+ * A *tile* is up to `tokens` neighbouring tokens of one document times the `heads` query heads of a unit (problem.h),
+ * all within one key block of positions: so no product mixes documents, the block that holds the tokens (the *local*
+ * block) is one for all, and only this block can be incomplete or in part in the future. A tile's rows lie in two
+ * halves of 64, one a warpgroup: row token * heads + head of each half, the last 64 - half_tokens * heads idle. */
+#ifndef FMSA_CUDA_SM90_FORWARD_CUH
+#define FMSA_CUDA_SM90_FORWARD_CUH
+
+#include <math_constants.h>
+
+#include "portable_parts.cuh"
+#include "sm90.cuh"
+#include "tensor_map.h"
+
+namespace fmsa {
+namespace forward90 {
+
+constexpr int block_keys = 128;                             /* keys of a block */
+constexpr int half_rows = 64;                               /* of a tile; one warpgroup */
+constexpr int most_tokens = 2 * half_rows;                  /* of a tile */
+constexpr int mask_words = most_tokens / 32;                /* one bit a token */
+constexpr int kernel_threads = 384, consumer_threads = 256; /* of a kernel that attends: a producer, two consumers */
+
+/* Token and head of a row of a half are row / heads and row % heads. */
+struct tile_shape {
+    int32_t heads;       /* of a unit, 1 ... 64 */
+    int32_t half_tokens; /* 64 / heads */
+    int32_t tokens;      /* 2 * half_tokens */
+    int32_t per_block;   /* tiles that 128 positions are cut into */
+};
+
+/* One tile, as the plan places it. */
+struct __align__(16) tile {
+    int32_t first_row;   /* query row of the first token */
+    int32_t rows;        /* tokens, 1 ... tile_shape.tokens */
+    int32_t position;    /* of the first token in its document */
+    int32_t key_row;     /* first key of the document */
+    int32_t local_keys;  /* keys of the local block that exist; 1 ... 128 */
+    int32_t first_block; /* block id of the document's first block */
+    int32_t reserved[2];
+
+    __device__ __forceinline__ int32_t local_block() const {
+        return position / block_keys;
+    }
+};
+
+/* What is known of all tiles of a launch. */
+struct counters {
+    int32_t tiles;
+    int32_t partials;   /* not 0 when some edge is left to the key-outer kernel */
+    int32_t next_query; /* next piece of work of each kernel */
+    int32_t next_merge;
+    int32_t next_key;
+    int32_t remote_edges; /* that the key-outer kernel takes */
+    int32_t reserved[2];
+};
+
+/* A tile's list of key blocks, for one proxy head: steps of the query-outer kernels. Entry 0 is the local block, the
+ * next front - 1 entries are blocks that some of the tile's tokens chose, the rest blocks that all chose, which fill
+ * the list's room from its end. Each of the three descends. */
+struct __align__(16) step_list {
+    int32_t steps;
+    int32_t masked; /* steps at the front in which some row does not see all keys; all, where a row has not the local
+                       block, or the tile not all its tokens: each row then keeps a maximum from step to step */
+    int32_t front;
+    int32_t partials; /* most partial results that a token of the tile has from the key-outer kernel */
+};
+
+/* Lists in scratch. A list has room for `room` entries of 1 + words numbers: the block's number within the document,
+ * and a bit for each of the tile's tokens that chose it. */
+struct step_lists {
+    step_list *lists;  /* [proxy heads][tiles] ; NULL in dense mode, where a tile takes all blocks up to the local */
+    uint32_t *entries; /* [proxy heads][tiles][room][1 + words] */
+    uint8_t *token_partials; /* [proxy heads][tiles][count_bytes] partial results of each token */
+    int32_t most_tiles;      /* that there is room for */
+    int32_t room, words;
+    int32_t count_bytes; /* a multiple of 16, not less than a tile's tokens */
+
+    __device__ __forceinline__ int64_t list(int32_t proxy_head, int32_t tile) const {
+        return int64_t(proxy_head) * most_tiles + tile;
+    }
+    /* The block of step i, and in chosen the lane's word of the tile's `rows` tokens that chose it. */
+    __device__ __forceinline__ int32_t read(int64_t list, const step_list &l, int32_t rows, int32_t i,
+                                            uint32_t &chosen) const {
+        const int lane = threadIdx.x & 31;
+        const int32_t left = rows - 32 * lane;
+        chosen = left >= 32 ? 0xffffffffu : left <= 0 ? 0 : (1u << left) - 1;
+        if (lists == nullptr) return l.steps - 1 - i;
+        const int32_t place = i < l.front ? i : room - l.steps + i;
+        const uint32_t *entry = entries + (list * room + place) * (1 + words);
+        if (i < l.front && lane < words) chosen = entry[1 + lane];
+        return entry[0];
+    }
+};
+
+/* What the query-outer kernels work on. */
+struct tile_work {
+    tile_shape shape;
+    int32_t units, units_per_key_head, units_per_proxy_head;
+    const tile *tiles;
+    step_lists lists;
+    counters *state;
+};
+
+/* A tile of one unit, and its list. */
+struct piece {
+    tile at;
+    step_list list;
+    int32_t number, unit; /* of the tile */
+    int64_t list_number;
+};
+
+/* What a consumer must know of it. */
+struct tile_header {
+    int32_t first_row, rows, position, unit;
+    int32_t steps; /* 0: no tile is left */
+    int32_t masked;
+};
+
+/* Hands pieces to a producer warp, all of whose lanes call each function. */
+struct work_source {
+    const tile_work &w;
+    int32_t *counter;
+    int32_t drawn = 0; /* lane 0: the next piece's number, drawn early since the answer takes its time */
+
+    __device__ __forceinline__ void draw() {
+        if ((threadIdx.x & 31) == 0) drawn = atomicAdd(counter, 1);
+    }
+
+    /* Long lists stand at a document's end, so tiles are taken from the last; the units of a tile side by side. */
+    __device__ __forceinline__ bool take(piece &p) {
+        const int32_t work = uniform(drawn), place = work / w.units;
+        p.number = w.state->tiles - 1 - place;
+        if (p.number < 0) return false;
+        draw();
+        p.unit = work - place * w.units;
+        p.at = w.tiles[p.number];
+        p.list_number = 0;
+        if (w.lists.lists == nullptr) {
+            const int32_t steps = p.at.local_block() + 1;
+            p.list = {steps, p.at.rows == w.shape.tokens ? 1 : steps, 0, 0};
+        } else {
+            p.list_number = w.lists.list(p.unit / w.units_per_proxy_head, p.number);
+            p.list = w.lists.lists[p.list_number];
+        }
+        return true;
+    }
+};
+
+/* Zeros behind the `keys` first rows of a block of values in shared memory: what a copy brings there belongs to another
+ * document or to nobody, and 0 times it need not be 0. All lanes of a warp call it, and a __syncwarp() must follow. */
+template <int D>
+__device__ __forceinline__ void clear_values(uint32_t values, int32_t keys) {
+    for (int i = keys * 8 + (threadIdx.x & 31); i < block_keys * 8; i += 32) {
+#pragma unroll
+        for (int columns = 0; columns < D / 64; columns++)
+            store_shared_16(values + columns * (block_keys * 128) + i * 16, {0, 0, 0, 0});
+    }
+    fence_async_proxy();
+}
+
+/* An edge that the key-outer kernel takes: the query row, and the cell its result goes to (of the proxy head's first
+ * unit). */
+struct remote_edge {
+    int32_t row, cell;
+};
+
+/* Partial results: a cell is one (unit, tile, slot, token), numbered in 32 bits, and holds `heads` rows of head_dim
+ * values, each divided by its own sum, and their LSE in base 2. Within a row, the eight values that a lane of an
+ * accumulator has of 32 columns stand together, in the order partial_piece gives. */
+template <typename T>
+struct partial_results {
+    T *values;
+    float *lse;
+    int32_t slots;
+    int32_t unit_cells; /* most tiles * slots * tokens */
+};
+
+/* The place (16 bytes each) of columns 32 * piece ... + 31 of lane % 4 in a row of partial results. The exclusive or
+ * spreads neighbouring rows over the banks of shared memory. */
+template <int D>
+__device__ __forceinline__ int partial_place(int piece, int head) {
+    return (piece ^ (head & (D / 32 - 1))) * 4 + (threadIdx.x & 3);
+}
+
+/* A ring's next stage, and the parity to wait for there. */
+template <int stages>
+struct ring {
+    int32_t stage = 0;
+    uint32_t parity;
+
+    __device__ explicit ring(uint32_t first) : parity(first) {
+    }
+    __device__ __forceinline__ void advance() {
+        if (++stage == stages) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+/* ---- A warp's part of a tile: 16 rows by 128 keys of scores, by D columns of output. A thread holds rows lane / 4
+ * ("low") and lane / 4 + 8 ("high"). ---- */
+
+struct row_pair {
+    float low, high;
+};
+
+/* s = q k^T; q: K-major, columns 64 ... 127 lie q_half bytes behind the others. */
+template <typename T, int D>
+__device__ __forceinline__ void issue_scores(float (&s)[64], uint64_t q, uint32_t q_half, uint64_t k) {
+#pragma unroll
+    for (int i = 0; i < D / 16; i++) {
+        const uint32_t column = (i & 3) * 32;
+        wgmma_if(s, q + ((i / 4 * q_half + column) >> 4), k + ((i / 4 * (block_keys * 128) + column) >> 4), i > 0, T());
+    }
+}
+
+/* The same with q in registers. */
+template <typename T, int D>
+__device__ __forceinline__ void issue_scores(float (&s)[64], const uint32_t (&q)[D / 4], uint64_t k) {
+#pragma unroll
+    for (int i = 0; i < D / 16; i++) {
+        wgmma_if(s, q[4 * i], q[4 * i + 1], q[4 * i + 2], q[4 * i + 3],
+                 k + ((i / 4 * (block_keys * 128) + (i & 3) * 32) >> 4), i > 0, T());
+    }
+}
+
+/* Keys number * 16 ... + 15 of o (+)= p v. */
+template <typename T, int D>
+__device__ __forceinline__ void issue_values(float (&o)[D / 2], const uint32_t (&p)[32], uint64_t v, int number,
+                                             int accumulate) {
+    wgmma_if<true>(o, p[4 * number], p[4 * number + 1], p[4 * number + 2], p[4 * number + 3], v + (number * 2048 >> 4),
+                   accumulate, T());
+}
+
+/* Scores of keys beyond a row's limit become -inf. */
+__device__ __forceinline__ void mask_scores(float (&s)[64], int32_t limit_low, int32_t limit_high) {
+    const int32_t lane_key = 2 * (threadIdx.x & 3);
+#pragma unroll
+    for (int j = 0; j < 16; j++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            if (lane_key + 8 * j + i > limit_low) s[4 * j + i] = -CUDART_INF_F;
+            if (lane_key + 8 * j + i > limit_high) s[4 * j + 2 + i] = -CUDART_INF_F;
+        }
+    }
+}
+
+/* Maxima of the thread's own scores. */
+__device__ __forceinline__ row_pair lane_max(const float (&s)[64]) {
+    float a0 = fmaxf(s[0], s[1]), a1 = fmaxf(s[2], s[3]), b0 = fmaxf(s[4], s[5]), b1 = fmaxf(s[6], s[7]);
+#pragma unroll
+    for (int j = 2; j < 16; j += 2) {
+        a0 = fmaxf(a0, fmaxf(s[4 * j], s[4 * j + 1]));
+        a1 = fmaxf(a1, fmaxf(s[4 * j + 2], s[4 * j + 3]));
+        b0 = fmaxf(b0, fmaxf(s[4 * j + 4], s[4 * j + 5]));
+        b1 = fmaxf(b1, fmaxf(s[4 * j + 6], s[4 * j + 7]));
+    }
+    return {fmaxf(a0, b0), fmaxf(a1, b1)};
+}
+
+/* p = 2^(s * scale - reference), rounded to pairs; s stays as it is. Returns the sums of the thread's own values. */
+template <typename T>
+__device__ __forceinline__ row_pair exponentiate(const float (&s)[64], uint32_t (&p)[32], float scale,
+                                                 const row_pair &reference) {
+    float a0 = 0, a1 = 0, b0 = 0, b1 = 0;
+#pragma unroll
+    for (int j = 0; j < 16; j++) {
+        const float x0 = exp2_approx(fmaf(s[4 * j], scale, -reference.low));
+        const float x1 = exp2_approx(fmaf(s[4 * j + 1], scale, -reference.low));
+        const float x2 = exp2_approx(fmaf(s[4 * j + 2], scale, -reference.high));
+        const float x3 = exp2_approx(fmaf(s[4 * j + 3], scale, -reference.high));
+        a0 += x0;
+        b0 += x1;
+        a1 += x2;
+        b1 += x3;
+        p[2 * j] = pack_pair(x0, x1, T());
+        p[2 * j + 1] = pack_pair(x2, x3, T());
+    }
+    return {a0 + b0, a1 + b1};
+}
+
+template <int n>
+__device__ __forceinline__ void rescale(float (&o)[n], const row_pair &factor) {
+#pragma unroll
+    for (int j = 0; j < n / 4; j++) {
+        o[4 * j] *= factor.low;
+        o[4 * j + 1] *= factor.low;
+        o[4 * j + 2] *= factor.high;
+        o[4 * j + 3] *= factor.high;
+    }
+}
+
+/* Online softmax with a reference that need not be the maximum: any number that keeps sums within range gives the same
+ * result. It is finite, in base 2, 0 while a row has seen no key. sum is the thread's own share. */
+struct softmax_state {
+    row_pair reference, sum;
+
+    /* The first block of a tile. */
+    template <typename T>
+    __device__ __forceinline__ void begin(const float (&s)[64], uint32_t (&p)[32], float scale) {
+        reference = top(s, scale);
+        reference.low = reference.low == -CUDART_INF_F ? 0 : reference.low;
+        reference.high = reference.high == -CUDART_INF_F ? 0 : reference.high;
+        sum = exponentiate<T>(s, p, scale, reference);
+    }
+
+    /* Before the exponentials of a block in which a row may see its first key. Whether o must be rescaled by factor:
+     * a row's reference is raised where it lies more than 8 below its maximum. empty: the row's sum is 0, and with it
+     * all of o. */
+    __device__ __forceinline__ bool raise(const float (&s)[64], float scale, row_pair &factor) {
+        constexpr float slack = 8;
+        row_pair own = lane_max(s);
+        own.low *= scale;
+        own.high *= scale;
+        const bool low = own.low > reference.low + slack, high = own.high > reference.high + slack;
+        const bool fresh = sum.low == 0 || sum.high == 0;
+        if (!__any_sync(0xffffffffu, low || high || fresh)) return false;
+        const row_pair greatest = {quad_max(own.low), quad_max(own.high)};
+        const bool none_low = quad_max(sum.low) == 0, none_high = quad_max(sum.high) == 0;
+        row_pair next = reference;
+        if (greatest.low > reference.low + slack || (none_low && greatest.low != -CUDART_INF_F))
+            next.low = greatest.low;
+        if (greatest.high > reference.high + slack || (none_high && greatest.high != -CUDART_INF_F))
+            next.high = greatest.high;
+        factor.low = none_low ? 1 : exp2_approx(reference.low - next.low);
+        factor.high = none_high ? 1 : exp2_approx(reference.high - next.high);
+        reference = next;
+        sum.low *= factor.low;
+        sum.high *= factor.high;
+        return true;
+    }
+
+    /* A block of which every row sees all keys, and no row its first. It is exponentiated with the old reference; where
+     * a row's sum leaves the range (infinite and NaN included), the row again with its maximum. The bound keeps p below
+     * the greatest number of every 16-bit type. */
+    template <typename T, int n>
+    __device__ __forceinline__ void add_full(const float (&s)[64], uint32_t (&p)[32], float (&o)[n], float scale) {
+        constexpr float most = 4096;
+        row_pair own = exponentiate<T>(s, p, scale, reference);
+        const bool low = !(own.low < most), high = !(own.high < most);
+        if (__any_sync(0xffffffffu, low || high)) {
+            const uint32_t quad = threadIdx.x & 28;
+            const bool redo_low = __ballot_sync(0xffffffffu, low) >> quad & 15;
+            const bool redo_high = __ballot_sync(0xffffffffu, high) >> quad & 15;
+            const row_pair greatest = top(s, scale);
+            const row_pair next = {redo_low ? fmaxf(greatest.low, reference.low) : reference.low,
+                                   redo_high ? fmaxf(greatest.high, reference.high) : reference.high};
+            const row_pair factor = {exp2_approx(reference.low - next.low), exp2_approx(reference.high - next.high)};
+            reference = next;
+            sum.low *= factor.low;
+            sum.high *= factor.high;
+            rescale(o, factor);
+            own = exponentiate<T>(s, p, scale, reference);
+        }
+        sum.low += own.low;
+        sum.high += own.high;
+    }
+
+    template <typename T>
+    __device__ __forceinline__ void add(const float (&s)[64], uint32_t (&p)[32], float scale) {
+        const row_pair own = exponentiate<T>(s, p, scale, reference);
+        sum.low += own.low;
+        sum.high += own.high;
+    }
+
+    static __device__ __forceinline__ row_pair top(const float (&s)[64], float scale) {
+        const row_pair own = lane_max(s);
+        return {quad_max(own.low) * scale, quad_max(own.high) * scale};
+    }
+};
+
+/* A softmax_state as 16 bytes. */
+__device__ __forceinline__ uint4 pack(const softmax_state &s) {
+    return {__float_as_uint(s.reference.low), __float_as_uint(s.reference.high), __float_as_uint(s.sum.low),
+            __float_as_uint(s.sum.high)};
+}
+
+__device__ __forceinline__ softmax_state unpack(uint4 x) {
+    return {{__uint_as_float(x.x), __uint_as_float(x.y)}, {__uint_as_float(x.z), __uint_as_float(x.w)}};
+}
+
+/* x, of which the compiler knows nothing: what follows from it is computed here and now, and does not occupy registers
+ * from the start of the kernel on. */
+__device__ __forceinline__ int32_t fresh(int32_t x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+/* LSE in base 2 of a row, and in inverse what its output is multiplied by. total is the whole row's sum. */
+__device__ __forceinline__ float finish_row(float reference, float total, float &inverse) {
+    inverse = total > 0 ? 1 / total : total; /* NaN stays NaN */
+    return total > 0 ? reference + log2f(total) : total == 0 ? -CUDART_INF_F : total;
+}
+
+/* ---- The way of a tile's results to memory. ---- */
+
+/* Where the rows of a half lie relative to its first token and the unit's first head, in elements of out. */
+struct row_offsets {
+    int64_t at[half_rows];
+};
+
+/* A tile that waits for its results to be written. */
+struct pending_tile {
+    int32_t first_row, rows, unit; /* rows 0: none */
+    softmax_state state;
+};
+
+template <typename T>
+struct result_views {
+    view<T> out;
+    view<float> lse;
+};
+
+/* Called by all threads of a block. */
+template <typename T>
+__device__ __forceinline__ void fill_offsets(row_offsets &offsets, const tile_shape &shape,
+                                             const result_views<T> &results) {
+    if (threadIdx.x >= half_rows) return;
+    const int32_t token = threadIdx.x / shape.heads, head = threadIdx.x % shape.heads;
+    offsets.at[threadIdx.x] = token * results.out.row_stride + head * results.out.head_stride;
+}
+
+/* Writes the 16 rows of a warp: `warp` of the half that `half` says. staging: 32 * D bytes of shared memory of its own;
+ * row_low: the thread's first row within the half. */
+template <typename T, int D>
+__device__ __forceinline__ void write_results(const result_views<T> &results, const row_offsets &offsets,
+                                              const tile_shape &shape, uint32_t staging, int half, int warp,
+                                              const pending_tile &at, const float (&o)[D / 2]) {
+    constexpr int chunks = D / 8; /* 16 bytes each, of a row */
+    const int lane = fresh(threadIdx.x & 31);
+    const row_pair total = {quad_sum(at.state.sum.low), quad_sum(at.state.sum.high)};
+    row_pair inverse;
+    const float lse_low = finish_row(at.state.reference.low, total.low, inverse.low);
+    const float lse_high = finish_row(at.state.reference.high, total.high, inverse.high);
+
+    __syncwarp(); /* the previous tile's results have left the staging area */
+    const int matrix_row = (lane >> 3 & 1) * 8 + (lane & 7);
+#pragma unroll
+    for (int j = 0; j < D / 8; j += 2) {
+        const int chunk = (j + (lane >> 4)) ^ (lane & 7);
+        stmatrix_x4(staging + matrix_row * (2 * D) + chunk * 16,
+                    pack_pair(o[4 * j] * inverse.low, o[4 * j + 1] * inverse.low, T()),
+                    pack_pair(o[4 * j + 2] * inverse.high, o[4 * j + 3] * inverse.high, T()),
+                    pack_pair(o[4 * j + 4] * inverse.low, o[4 * j + 5] * inverse.low, T()),
+                    pack_pair(o[4 * j + 6] * inverse.high, o[4 * j + 7] * inverse.high, T()));
+    }
+    __syncwarp();
+
+    const int32_t first_token = half * shape.half_tokens, first_head = at.unit * shape.heads;
+    const int32_t rows = min(max(at.rows - first_token, 0), shape.half_tokens) * shape.heads;
+    T *const base = results.out.at(at.first_row + first_token, first_head);
+    constexpr int rows_at_once = 32 / chunks;
+    const int chunk = lane % chunks;
+#pragma unroll 1
+    for (int i = 0; i < 16; i += rows_at_once) {
+        const int row = i + lane / chunks;
+        if (warp * 16 + row < rows) {
+            const uint4 value = load_shared_16(staging + row * (2 * D) + (chunk ^ (row & 7)) * 16);
+            *reinterpret_cast<uint4 *>(base + offsets.at[warp * 16 + row] + chunk * 8) = value;
+        }
+    }
+    if ((lane & 3) == 0) {
+        const int low = warp * 16 + lane / 4, high = low + 8;
+        const auto lse_at = [&](int row) {
+            const int32_t token = row / shape.heads;
+            return results.lse.at(at.first_row + first_token + token, first_head + row - token * shape.heads);
+        };
+        if (low < rows) *lse_at(low) = lse_low * (1 / log2_e);
+        if (high < rows) *lse_at(high) = lse_high * (1 / log2_e);
+    }
+}
+
+/* ---- Host: the kernels' launchers, each in a file of its own. ---- */
+
+/* Everything a launch needs, for the rows of one chunk. */
+struct launch_parameters {
+    const fmsa_problem *problem;
+    const fmsa_tensors *tensors;
+    tile_shape shape;
+    int32_t units, units_per_key_head, units_per_proxy_head;
+    int32_t row_begin, row_end;
+    int32_t most_tiles;
+    int32_t processors;
+    int32_t popular; /* tokens of a tile that must choose a block */
+    fmsa_cuda_geometry geometry;
+    const fmsa_cuda_schedule *schedule; /* NULL in dense mode */
+    counters *state;
+    int32_t *fragment_tile; /* [fragments + 1] */
+    tile *tiles;            /* [most_tiles] */
+    step_lists lists;
+    int32_t *edge_cell;  /* [proxy heads][rows][slots]: where an edge's partial result goes; -1: nowhere */
+    int32_t *cuts;       /* [2] the chunk's first item, and one past its last */
+    int32_t *item_edges; /* [items of the chunk] edges of each that the key-outer kernel takes */
+    int32_t *item_begin; /* [items of the chunk] the first of them in remote */
+    remote_edge *remote;
+    int64_t most_items;
+    int32_t slots;
+    void *partial_values;
+    float *partial_lse;
+    cudaStream_t stream;
+};
+
+template <typename F>
+fmsa_status with_half_type_and_dim(const fmsa_problem *problem, F f) {
+    const bool narrow = problem->config.head_dim == 64;
+    if (problem->config.dtype == FMSA_DTYPE_BF16) {
+        return narrow ? f(__nv_bfloat16(), constant<64>()) : f(__nv_bfloat16(), constant<128>());
+    }
+    return narrow ? f(__half(), constant<64>()) : f(__half(), constant<128>());
+}
+
+/* A dimension of one element has a stride that nobody uses; the TMA checks it all the same. */
+inline int64_t used_stride(int64_t size, int64_t stride, int64_t otherwise) {
+    return size > 1 ? stride : otherwise;
+}
+
+template <typename T>
+constexpr CUtensorMapDataType map_type = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+template <>
+inline constexpr CUtensorMapDataType map_type<__half> = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+
+/* Boxes of 64 columns of a unit's heads of `tokens` neighbouring tokens: [columns][heads][tokens]. */
+template <typename T>
+fmsa_status make_query_map(const launch_parameters &l, int32_t tokens, CUtensorMap *map) {
+    const fmsa_config &c = l.problem->config;
+    const fmsa_tensor &q = l.tensors->q;
+    fmsa_tensor_map_shape shape = {};
+    shape.type = map_type<T>;
+    shape.element_bytes = sizeof(T);
+    shape.rank = 3;
+    shape.size[0] = c.head_dim;
+    shape.size[1] = c.num_heads;
+    shape.size[2] = c.total_q;
+    shape.stride[1] = used_stride(c.num_heads, q.head_stride, c.head_dim);
+    shape.stride[2] = used_stride(c.total_q, q.row_stride, c.head_dim);
+    shape.box[0] = 64;
+    shape.box[1] = l.shape.heads;
+    shape.box[2] = tokens;
+    shape.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+    return fmsa_tensor_map(map, q.data, &shape);
+}
+
+/* Boxes of a block of keys of one head: [64 columns][keys][halves of columns]. */
+template <typename T>
+fmsa_status make_key_map(const launch_parameters &l, const fmsa_tensor &keys, CUtensorMap *map) {
+    const fmsa_config &c = l.problem->config;
+    fmsa_tensor_map_shape shape = {};
+    shape.type = map_type<T>;
+    shape.element_bytes = sizeof(T);
+    shape.rank = 4;
+    shape.size[0] = 64;
+    shape.size[1] = c.total_k;
+    shape.size[2] = c.head_dim / 64;
+    shape.size[3] = c.num_kv_heads;
+    shape.stride[1] = used_stride(c.total_k, keys.row_stride, c.head_dim);
+    shape.stride[2] = 64;
+    shape.stride[3] = used_stride(c.num_kv_heads, keys.head_stride, c.head_dim);
+    shape.box[0] = 64;
+    shape.box[1] = block_keys;
+    shape.box[2] = c.head_dim / 64;
+    shape.box[3] = 1;
+    shape.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+    return fmsa_tensor_map(map, keys.data, &shape);
+}
+
+template <typename T>
+result_views<T> make_results(const fmsa_tensors &t) {
+    const view<float> lse(static_cast<float *>(t.lse.data), t.lse.row_stride, t.lse.head_stride);
+    return {view<T>(t.out), lse};
+}
+
+inline tile_work make_tile_work(const launch_parameters &l) {
+    return {l.shape, l.units, l.units_per_key_head, l.units_per_proxy_head, l.tiles, l.lists, l.state};
+}
+
+template <typename T>
+partial_results<T> make_partials(const launch_parameters &l) {
+    return {static_cast<T *>(l.partial_values), l.partial_lse, l.slots, l.most_tiles * l.slots * l.shape.tokens};
+}
+
+fmsa_status make_plan(const launch_parameters &p);
+fmsa_status attend_queries(const launch_parameters &p);
+fmsa_status attend_keys(const launch_parameters &p);
+fmsa_status attend_and_merge(const launch_parameters &p);
+
+} // namespace forward90
+} // namespace fmsa
+
+#endif

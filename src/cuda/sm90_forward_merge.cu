@@ -1,0 +1,567 @@
+/* The query-outer forward that also merges the key-outer kernel's partial results and writes the final output: sparse
+ * attention where some edges went to the key-outer kernel. It differs from sm90_forward_query.cu in what it loads: one
+ * ring of slots carries queries, keys, values and partial results in the order in which they are used, and the queries
+ * move on to registers at once.
+ *
+ * Tile: 128 rows by 128 keys a step. A tile's partial results, one slot of memory for one slot of its tokens, are
+ * spread evenly over its steps. Order in the ring, for blocks 0 ... n - 1 of a tile: Q, K(0), the last tile's V(n - 1)
+ * and its share of partial results, K(1), V(0) and its share, ... Warp roles: warp 0 produces, two warpgroups of 64
+ * rows consume and take turns at the tensor cores. A partial result is merged in fp32: o += 2^(lse - reference) *
+ * values. Barriers: a full and an empty one for each slot; the consumers release a slot a warp. Shared memory (D =
+ * 128): six slots of 32 KB and results 32 KB. Registers: producer 40, consumers 232, no spills. Floor: 4 * 128 * 128 *
+ * D operations a step, and 2 * D bytes read a row and partial result. */
+#include "sm90_forward.cuh"
+
+namespace fmsa {
+namespace forward90 {
+
+namespace {
+
+constexpr int slots = 6;
+constexpr int headers = 6; /* tiles from the one asked for to the one whose results wait to be written: 5 at most */
+
+template <typename T>
+struct merge_parameters {
+    tile_work w;
+    float scale_log2; /* softmax scale * log2(e) */
+    result_views<T> results;
+    partial_results<T> partials;
+};
+
+/* A tile of one unit as producer and consumers see it: copied from the plan, so that neither has to hold it. */
+struct __align__(16) merge_header {
+    tile at;
+    step_list list; /* steps 0: no tile is left */
+    int32_t number, unit;
+    int64_t first_cell; /* of its partial results */
+    uint8_t token_partials[most_tokens];
+};
+
+/* The header behind header `at`. */
+__device__ __forceinline__ int32_t following(int32_t at) {
+    return at + 1 == headers ? 0 : at + 1;
+}
+
+struct merge_barriers {
+    uint64_t full[slots], empty[slots];
+    uint64_t incomplete;                /* values of an incomplete block, on their way */
+    uint64_t wanted, fetched;           /* the next header */
+    merge_header header[headers];       /* in turn */
+    int32_t block[slots];               /* with keys: number of the block */
+    uint32_t chosen[slots][mask_words]; /* with keys */
+    row_offsets offsets;
+};
+
+template <int D>
+struct merge_memory {
+    static constexpr uint32_t slot_bytes = block_keys * D * 2, half_bytes = half_rows * D * 2;
+    static constexpr uint32_t results = slots * slot_bytes;
+    static constexpr uint32_t bytes = results + 2 * half_bytes;
+};
+
+/* The work of the planner warp: fetches the header of the next tile when the producer has begun one. */
+template <typename T>
+struct merge_planner {
+    const merge_parameters<T> &a;
+    merge_barriers &b;
+    const int lane = threadIdx.x & 31;
+    int32_t drawn = 0; /* lane 0: the next piece of work, drawn early since the answer takes its time */
+
+    __device__ __forceinline__ void draw() {
+        if (lane == 0) drawn = atomicAdd(&a.w.state->next_merge, 1);
+    }
+
+    /* Fetches the next piece of work; see work_source for the order. Whether there is one. */
+    __device__ __forceinline__ bool fetch(merge_header &h) {
+        const int32_t work = uniform(drawn), place = work / a.w.units, unit = work - place * a.w.units;
+        const int32_t number = a.w.state->tiles - 1 - place;
+        if (number < 0) {
+            if (lane == 0) h.list.steps = 0;
+            return false;
+        }
+        draw();
+        const int64_t list = a.w.lists.list(unit / a.w.units_per_proxy_head, number);
+        const int32_t count_bytes = a.w.lists.count_bytes;
+        const char *const from = reinterpret_cast<const char *>(a.w.tiles + number);
+        if (lane < 2) {
+            cp_async_16(shared_address(&h.at) + 16 * lane, from + 16 * lane, true);
+        } else if (lane == 2) {
+            cp_async_16(shared_address(&h.list), a.w.lists.lists + list, true);
+        } else if (lane - 3 < count_bytes / 16) {
+            cp_async_16(shared_address(h.token_partials) + 16 * (lane - 3),
+                        a.w.lists.token_partials + list * count_bytes + 16 * (lane - 3), true);
+        }
+        if (lane == 0) {
+            h.number = number;
+            h.unit = unit;
+            h.first_cell =
+                int64_t(unit) * a.partials.unit_cells + int64_t(number) * a.partials.slots * a.w.shape.tokens;
+        }
+        return true;
+    }
+
+    __device__ __forceinline__ void run() {
+        draw();
+        uint32_t parity = 1; /* the first header is fetched unasked */
+        bool more = true;
+        for (int32_t at = 0; more; at = following(at)) {
+            barrier_wait(shared_address(&b.wanted), parity);
+            parity ^= 1;
+            more = fetch(b.header[at]);
+            cp_async_commit();
+            cp_async_wait<0>();
+            __syncwarp();
+            if (lane == 0) barrier_arrive(shared_address(&b.fetched));
+        }
+    }
+};
+
+template <typename T, int D>
+struct merge_producer {
+    const CUtensorMap &q_map, &k_map, &v_map;
+    const merge_parameters<T> &a;
+    merge_barriers &b;
+    const uint32_t base;
+    const int lane = threadIdx.x & 31;
+    ring<slots> at{1};
+    uint32_t incomplete_parity = 0;
+    __device__ __forceinline__ uint32_t full() const {
+        return shared_address(&b.full[at.stage]);
+    }
+    __device__ __forceinline__ uint32_t slot() const {
+        return base + at.stage * merge_memory<D>::slot_bytes;
+    }
+    __device__ __forceinline__ void wait() const {
+        barrier_wait(shared_address(&b.empty[at.stage]), at.parity);
+    }
+
+    __device__ __forceinline__ void load_queries(const merge_header &h) {
+        wait();
+        const tile_shape &shape = a.w.shape;
+        if (lane == 0) {
+            barrier_arrive_expect(full(), shape.tokens * shape.heads * (2 * D));
+            if (h.list.partials > 0) {
+                const uintptr_t lse = reinterpret_cast<uintptr_t>(a.partials.lse + h.first_cell * shape.heads);
+                const uint32_t bytes = h.list.partials * shape.tokens * shape.heads * sizeof(float);
+                bulk_prefetch(reinterpret_cast<const void *>(lse & ~uintptr_t(15)), (bytes + 15) & ~15u);
+            }
+        }
+        __syncwarp();
+        if (lane < 2 * (D / 64)) {
+            const int half = lane / (D / 64), columns = lane % (D / 64);
+            tma_load_3d(slot() + half * merge_memory<D>::half_bytes + columns * (half_rows * 128), &q_map, full(),
+                        columns * 64, h.unit * shape.heads, h.at.first_row + half * shape.half_tokens);
+        }
+        at.advance();
+    }
+
+    __device__ __forceinline__ void load_keys(int32_t row, int32_t head, int32_t block, uint32_t chosen) {
+        wait();
+        if (lane < mask_words) b.chosen[at.stage][lane] = chosen;
+        __syncwarp();
+        if (lane == 0) {
+            b.block[at.stage] = block;
+            barrier_arrive_expect(full(), merge_memory<D>::slot_bytes);
+            tma_load_4d(slot(), &k_map, full(), 0, row, 0, head);
+        }
+        at.advance();
+    }
+
+    __device__ __forceinline__ void load_values(int32_t row, int32_t head, int32_t keys) {
+        wait();
+        const bool complete = keys == block_keys;
+        const uint32_t arrived = complete ? full() : shared_address(&b.incomplete);
+        if (lane == 0) {
+            barrier_arrive_expect(arrived, merge_memory<D>::slot_bytes);
+            tma_load_4d(slot(), &v_map, arrived, 0, row, 0, head);
+        }
+        if (!complete) {
+            barrier_wait(arrived, incomplete_parity);
+            incomplete_parity ^= 1;
+            clear_values<D>(slot(), keys);
+            __syncwarp();
+            if (lane == 0) barrier_arrive(full());
+        }
+        at.advance();
+    }
+
+    /* Slot number `number` of the tile's partial results: of the tokens that have so many. */
+    __device__ __forceinline__ void load_partials(const merge_header &h, int32_t number) {
+        wait();
+        const tile_shape &shape = a.w.shape;
+        const uint32_t bytes = shape.heads * (2 * D);
+        int32_t active = 0;
+#pragma unroll 1
+        for (int32_t token = lane; token - lane < shape.tokens; token += 32)
+            active += __popc(__ballot_sync(0xffffffffu, token < shape.tokens && number < h.token_partials[token]));
+        const T *values = a.partials.values + (h.first_cell + int64_t(number) * shape.tokens) * shape.heads * D;
+        if (lane == 0) barrier_arrive_expect(full(), active * bytes);
+        __syncwarp();
+        if (active == shape.tokens) {
+            if (lane == 0) bulk_load(slot(), values, shape.tokens * bytes, full());
+        } else {
+#pragma unroll 1
+            for (int32_t token = lane; token < shape.tokens; token += 32) {
+                if (number < h.token_partials[token])
+                    bulk_load(slot() + token * bytes, values + int64_t(token) * shape.heads * D, bytes, full());
+            }
+        }
+        at.advance();
+    }
+
+    __device__ __forceinline__ void run() {
+        uint32_t fetched_parity = 0;
+        barrier_wait(shared_address(&b.fetched), fetched_parity);
+        int32_t now = 0,
+                of_values = 0; /* headers; of_values: of the values and partial results that are still to come */
+        int32_t value_row = -1, value_keys = 0, values = 0, loaded = 0; /* values: blocks of that tile so far */
+        const auto load_waiting = [&] {
+            if (value_row < 0) return;
+            const merge_header &h = b.header[of_values];
+            load_values(value_row, h.unit / a.w.units_per_key_head, value_keys);
+            const int32_t due = h.list.partials * ++values / h.list.steps;
+            while (loaded < due)
+                load_partials(h, loaded++);
+        };
+        while (b.header[now].list.steps != 0) {
+            const merge_header &h = b.header[now];
+            load_queries(h);
+            if (lane == 0) barrier_arrive(shared_address(&b.wanted));
+            const int64_t list = a.w.lists.list(h.unit / a.w.units_per_proxy_head, h.number);
+            for (int32_t i = 0; i < h.list.steps; i++) {
+                uint32_t chosen;
+                const int32_t block = a.w.lists.read(list, h.list, h.at.rows, i, chosen);
+                const int32_t row = h.at.key_row + block * block_keys;
+                load_keys(row, h.unit / a.w.units_per_key_head, block, chosen);
+                load_waiting();
+                value_row = row;
+                value_keys = i == 0 ? h.at.local_keys : block_keys;
+                if (i == 0) {
+                    of_values = now;
+                    values = loaded = 0;
+                }
+            }
+            fetched_parity ^= 1;
+            barrier_wait(shared_address(&b.fetched), fetched_parity);
+            now = following(now);
+        }
+        /* The end mark goes out first: the consumers look for it before they take the last values. */
+        wait();
+        if (lane == 0) barrier_arrive(full());
+        at.advance();
+        load_waiting();
+    }
+};
+
+template <typename T, int D>
+__device__ __forceinline__ void consume_and_merge(const merge_parameters<T> &a, merge_barriers &b, uint32_t base,
+                                                  int half) {
+    const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x / 32 & 3);
+    const tile_shape &shape = a.w.shape;
+    const uint32_t staging = base + merge_memory<D>::results + (half * 4 + warp) * (merge_memory<D>::half_bytes / 4);
+    const uint64_t k_operand = operand(base, 16, 1024), v_operand = operand(base, block_keys * 128, 1024);
+    const int32_t rows = shape.half_tokens * shape.heads; /* of a half that are used */
+    float s[64], o[D / 2];
+    uint32_t p[32], query[D / 4];
+#pragma unroll
+    for (int i = 0; i < 64; i++)
+        s[i] = 0;
+#pragma unroll
+    for (int i = 0; i < D / 2; i++)
+        o[i] = 0;
+    ring<slots> at(0);
+    softmax_state state = {};
+    int32_t now = 0; /* header of the tile */
+    const uint32_t own_turn = 1 + half, other_turn = 2 - half;
+    if (half == 1) named_barrier_arrive(1, consumer_threads);
+
+    const auto wait = [&] { barrier_wait(shared_address(&b.full[at.stage]), at.parity); };
+    const auto release = [&](int32_t slot) {
+        if (lane == 0) barrier_arrive(shared_address(&b.empty[slot]));
+    };
+    const auto issue_qk = [&](int32_t slot) {
+        pin(s);
+        wgmma_fence();
+        issue_scores<T, D>(s, query, k_operand + slot * (merge_memory<D>::slot_bytes >> 4));
+        wgmma_commit();
+    };
+    const auto issue_pv = [&](int32_t slot, int accumulate) {
+        pin(o);
+        pin(p);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            issue_values<T, D>(o, p, v_operand + slot * (merge_memory<D>::slot_bytes >> 4), i, i > 0 ? 1 : accumulate);
+            if (i == 5) named_barrier_arrive(other_turn, consumer_threads);
+        }
+        wgmma_commit();
+    };
+    const auto finish_pv = [&](int32_t slot) {
+        wgmma_wait<0>();
+        pin(o);
+        pin(p);
+        release(slot);
+    };
+    /* The thread's rows of the half, and their tokens in the tile; see fresh() for why they are not kept. */
+    const auto first_row = [&] { return fresh(warp * 16 + lane / 4); };
+    const auto token_of = [&](int32_t row) { return half * shape.half_tokens + row / shape.heads; };
+    const auto mask = [&](int32_t slot, int32_t position) {
+        const int32_t relative = position - b.block[slot] * block_keys;
+        const int32_t low = token_of(first_row()), high = token_of(first_row() + 8);
+        const uint32_t in_low = b.chosen[slot][low / 32] >> (low & 31) & 1;
+        const uint32_t in_high = b.chosen[slot][high / 32] >> (high & 31) & 1;
+        mask_scores(s, in_low ? relative + low : -1, in_high ? relative + high : -1);
+        __syncwarp();
+    };
+    int32_t steps, masked;
+    const auto read_queries = [&] {
+        wait();
+        steps = uniform(b.header[now].list.steps);
+        masked = uniform(b.header[now].list.masked);
+        if (steps != 0) {
+            const int32_t row = fresh(warp * 16 + (lane >> 3 & 1) * 8 + (lane & 7)), low = first_row();
+            const uint32_t from =
+                base + at.stage * merge_memory<D>::slot_bytes + half * merge_memory<D>::half_bytes + row * 128;
+#pragma unroll
+            for (int i = 0; i < D / 16; i++) {
+                uint32_t r[4];
+                ldmatrix_x4(r, from + i / 4 * (half_rows * 128) + (((i & 3) * 2 + (lane >> 4)) ^ (lane & 7)) * 16);
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    /* Idle rows hold what the slot held before. */
+                    query[4 * i + j] = low + (j & 1) * 8 < rows ? r[j] : 0;
+                }
+            }
+            pin(query);
+        }
+        __syncwarp();
+        release(at.stage);
+        at.advance();
+    };
+    /* LSE of the thread's rows in the next slot of partial results, asked for early. */
+    row_pair next_lse = {0, 0};
+    const auto ask_for_lse = [&](const merge_header &h, int32_t number) {
+        const int32_t low = first_row(), high = low + 8;
+        const int64_t cell = h.first_cell + int64_t(number) * shape.tokens;
+        const float *lse = a.partials.lse + cell * shape.heads + half * rows + low;
+        if (low < rows && number < h.token_partials[token_of(low)]) next_lse.low = __ldcg(lse);
+        if (high < rows && number < h.token_partials[token_of(high)]) next_lse.high = __ldcg(lse + 8);
+    };
+    /* Adds slot `number` of the tile's partial results. with_p: p belongs to the same tile and has still to be
+     * multiplied. Where a reference is far off, it is raised, or set where the row has seen nothing yet. */
+    const auto merge = [&](int32_t number, const merge_header &h, bool with_p) {
+        wait();
+        const int32_t low = first_row(), high = low + 8;
+        const bool has_low = low < rows && number < h.token_partials[token_of(low)];
+        const bool has_high = high < rows && number < h.token_partials[token_of(high)];
+        if (__any_sync(0xffffffffu, has_low || has_high)) {
+            const row_pair lse = next_lse;
+            ask_for_lse(h, number + 1);
+            const bool far_low = has_low && fabsf(lse.low - state.reference.low) > 60;
+            const bool far_high = has_high && fabsf(lse.high - state.reference.high) > 60;
+            if (__any_sync(0xffffffffu, far_low || far_high)) {
+                const bool none_low = quad_max(state.sum.low) == 0, none_high = quad_max(state.sum.high) == 0;
+                row_pair next = state.reference;
+                if (far_low) next.low = none_low ? lse.low : fmaxf(next.low, lse.low);
+                if (far_high) next.high = none_high ? lse.high : fmaxf(next.high, lse.high);
+                const row_pair factor = {none_low ? 1 : exp2_approx(state.reference.low - next.low),
+                                         none_high ? 1 : exp2_approx(state.reference.high - next.high)};
+                state.reference = next;
+                state.sum.low *= factor.low;
+                state.sum.high *= factor.high;
+                rescale(o, factor);
+                if (with_p) {
+#pragma unroll
+                    for (int i = 0; i < 32; i++) {
+                        const float2 pair = unpack_pair(p[i], T());
+                        const float f = i & 1 ? factor.high : factor.low;
+                        p[i] = pack_pair(pair.x * f, pair.y * f, T());
+                    }
+                }
+            }
+            const float weight_low = has_low ? exp2_approx(lse.low - state.reference.low) : 0;
+            const float weight_high = has_high ? exp2_approx(lse.high - state.reference.high) : 0;
+            if ((lane & 3) == 0) {
+                state.sum.low += weight_low;
+                state.sum.high += weight_high;
+            }
+            const uint32_t from = base + at.stage * merge_memory<D>::slot_bytes + (half * rows + low) * (2 * D);
+            const int head_low = low % shape.heads, head_high = high % shape.heads;
+#pragma unroll
+            for (int piece = 0; piece < D / 32; piece++) {
+                const uint4 x = load_shared_16(from + partial_place<D>(piece, head_low) * 16);
+                const uint4 y = load_shared_16(from + 8 * (2 * D) + partial_place<D>(piece, head_high) * 16);
+                const uint32_t pairs_low[4] = {x.x, x.y, x.z, x.w}, pairs_high[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    float *const target = o + 4 * (4 * piece + i);
+                    const float2 u = unpack_pair(has_low ? pairs_low[i] : 0, T());
+                    const float2 v = unpack_pair(has_high ? pairs_high[i] : 0, T());
+                    target[0] = fmaf(weight_low, u.x, target[0]);
+                    target[1] = fmaf(weight_low, u.y, target[1]);
+                    target[2] = fmaf(weight_high, v.x, target[2]);
+                    target[3] = fmaf(weight_high, v.y, target[3]);
+                }
+            }
+        }
+        __syncwarp();
+        release(at.stage);
+        at.advance();
+    };
+
+    /* The rest of a tile's partial results, and its own to memory. */
+    const auto end = [&](const merge_header &h, int32_t merged) {
+#pragma unroll 1
+        while (merged < uniform(h.list.partials))
+            merge(merged++, h, false);
+        write_results<T, D>(a.results, b.offsets, shape, staging, half, warp,
+                            {h.at.first_row, h.at.rows, h.unit, state}, o);
+    };
+
+    read_queries();
+    if (steps == 0) return;
+    ask_for_lse(b.header[now], 0);
+    wait();
+    int32_t keys = at.stage;
+    named_barrier_sync(own_turn, consumer_threads);
+    issue_qk(keys);
+    named_barrier_arrive(other_turn, consumer_threads);
+    wgmma_wait<0>();
+    pin(s);
+    at.advance();
+    mask(keys, b.header[now].at.position);
+    release(keys);
+    state.begin<T>(s, p, a.scale_log2);
+    while (true) {
+        int accumulate = 0;
+        int32_t merged = 0;
+        /* The keys are waited for, the values that follow them in the ring looked up; returns the slot of the values.
+         */
+        const auto issue = [&] {
+            wait();
+            keys = at.stage;
+            at.advance();
+            named_barrier_sync(own_turn, consumer_threads);
+            issue_qk(keys);
+            wait();
+            const int32_t values = at.stage;
+            at.advance();
+            issue_pv(values, accumulate);
+            wgmma_wait<1>();
+            pin(s);
+            return values;
+        };
+        const auto step = [&](int32_t i, bool masked) {
+            const int32_t values = issue();
+            if (masked) mask(keys, b.header[now].at.position);
+            release(keys);
+            if (masked) {
+                row_pair factor;
+                const bool raised = state.raise(s, a.scale_log2, factor);
+                finish_pv(values);
+                if (raised) rescale(o, factor);
+                state.add<T>(s, p, a.scale_log2);
+            } else {
+                finish_pv(values);
+                state.add_full<T>(s, p, o, a.scale_log2);
+            }
+            const int32_t due = uniform(b.header[now].list.partials) * i / steps;
+#pragma unroll 1
+            while (merged < due)
+                merge(merged++, b.header[now], true);
+            accumulate = 1;
+        };
+        int32_t i = 1;
+#pragma unroll 1
+        for (; i < masked; i++)
+            step(i, true);
+#pragma unroll 1
+        for (; i < steps; i++)
+            step(i, false);
+        const int32_t before = now;
+        now = following(now);
+        read_queries();
+        if (steps == 0) {
+            wait();
+            const int32_t values = at.stage;
+            at.advance();
+            named_barrier_sync(own_turn, consumer_threads);
+            issue_pv(values, accumulate);
+            finish_pv(values);
+            end(b.header[before], merged);
+            return;
+        }
+        /* The finished tile's sums step aside until its partial results are in: registers are short. */
+        const uint32_t aside = staging + 16 * lane;
+        store_shared_16(aside, pack(state));
+        const int32_t values = issue();
+        mask(keys, b.header[now].at.position);
+        release(keys);
+        finish_pv(values);
+        state.begin<T>(s, p, a.scale_log2);
+        const softmax_state begun = state;
+        state = unpack(load_shared_16(aside));
+        end(b.header[before], merged);
+        state = begun;
+        ask_for_lse(b.header[now], 0);
+    }
+}
+
+template <typename T, int D>
+__global__ void __launch_bounds__(kernel_threads, 1)
+    merge_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
+                 const __grid_constant__ CUtensorMap v_map, const __grid_constant__ merge_parameters<T> a) {
+    extern __shared__ uint8_t dynamic[];
+    __shared__ merge_barriers b;
+    if (a.w.state->partials == 0) return; /* the plain kernel has the chunk */
+    const uint32_t base = (shared_address(dynamic) + 1023) & ~1023u;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < slots; i++) {
+            barrier_init(shared_address(&b.full[i]), 1);
+            barrier_init(shared_address(&b.empty[i]), consumer_threads / 32);
+        }
+        barrier_init(shared_address(&b.incomplete), 1);
+        barrier_init(shared_address(&b.wanted), 1);
+        barrier_init(shared_address(&b.fetched), 1);
+        barrier_init_fence();
+    }
+    fill_offsets(b.offsets, a.w.shape, a.results);
+    __syncthreads();
+    const int role = uniform(threadIdx.x / 128);
+    if (role == 0) {
+        warpgroup_give_registers<40>();
+        if (threadIdx.x < 32) {
+            merge_producer<T, D>{q_map, k_map, v_map, a, b, base}.run();
+        } else if (threadIdx.x < 64) {
+            merge_planner<T>{a, b}.run();
+        }
+    } else {
+        warpgroup_take_registers<232>();
+        consume_and_merge<T, D>(a, b, base, role - 1);
+    }
+}
+
+template <typename T, int D>
+fmsa_status launch_merge(const launch_parameters &l) {
+    CUtensorMap q_map, k_map, v_map;
+    FMSA_TRY(make_query_map<T>(l, l.shape.half_tokens, &q_map));
+    FMSA_TRY(make_key_map<T>(l, l.tensors->k, &k_map));
+    FMSA_TRY(make_key_map<T>(l, l.tensors->v, &v_map));
+    merge_parameters<T> a = {};
+    a.w = make_tile_work(l);
+    a.scale_log2 = static_cast<float>(l.problem->config.softmax_scale * double(log2_e));
+    a.results = make_results<T>(*l.tensors);
+    a.partials = make_partials<T>(l);
+    return launch("query-outer forward with partial results", merge_kernel<T, D>, dim3(l.processors), kernel_threads,
+                  size_t(merge_memory<D>::bytes + 1024), l.stream, q_map, k_map, v_map, a);
+}
+
+} // namespace
+
+fmsa_status attend_and_merge(const launch_parameters &l) {
+    return with_half_type_and_dim(
+        l.problem, [&](auto type, auto dim) { return launch_merge<decltype(type), decltype(dim)::value>(l); });
+}
+
+} // namespace forward90
+} // namespace fmsa

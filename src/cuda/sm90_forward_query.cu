@@ -1,0 +1,355 @@
+/* The query-outer forward: a tile of neighbouring tokens walks a list of key blocks with online softmax and leaves
+ * nothing to merge. Dense attention (the list is every visible block), and sparse attention where neighbours agree on
+ * their blocks so well that no edge is left to the key-outer kernel.
+ *
+ * Tile: 128 rows (sm90_forward.cuh) by 128 keys a step. Warp roles: warp 0 produces (it issues all copies by the TMA
+ * and clears what lies behind an incomplete block's values), two warpgroups consume, 64 rows each, and take turns at
+ * the tensor cores: while one multiplies, the other exponentiates. A consumer's step: issue S = Q K^T of this block,
+ * then O += P V of the last one, hand over the turn, then P = exp(S) while P V runs. A tile's results are written
+ * between the next tile's S and its first P V. Barriers: a full and an empty one for each stage of Q, K and V; the
+ * consumers release a stage a warp. Shared memory (D = 128): K and V two stages of 32 KB each, Q two of 32 KB, results
+ * 32 KB: 224 KB, one block a multiprocessor. Registers: producer 40, consumers 232, no spills. Floor: 4 * 128 * 128 * D
+ * operations a step, 2,048 clocks of the tensor cores at D = 128. */
+#include "sm90_forward.cuh"
+
+namespace fmsa {
+namespace forward90 {
+
+namespace {
+
+constexpr int stages = 2;
+
+template <typename T>
+struct query_parameters {
+    tile_work w;
+    float scale_log2; /* softmax scale * log2(e) */
+    result_views<T> results;
+};
+
+struct barriers {
+    uint64_t k_full[stages], k_empty[stages], v_full[stages], v_empty[stages], q_full[stages], q_empty[stages];
+    uint64_t incomplete; /* values of an incomplete block, on their way */
+    tile_header header[stages];
+    int32_t block[stages]; /* number of the block in each stage of K */
+    uint32_t chosen[stages][mask_words];
+    row_offsets offsets;
+};
+
+template <int D>
+struct memory {
+    static constexpr uint32_t block_bytes = block_keys * D * 2, half_bytes = half_rows * D * 2;
+    static constexpr uint32_t k = 0, v = stages * block_bytes, q = 2 * stages * block_bytes;
+    static constexpr uint32_t results = q + stages * 2 * half_bytes;
+    static constexpr uint32_t bytes = results + 2 * half_bytes;
+};
+
+/* The work of the producer warp. */
+template <typename T, int D>
+struct producer {
+    const CUtensorMap &q_map, &k_map, &v_map;
+    const query_parameters<T> &a;
+    barriers &b;
+    const uint32_t base;
+    work_source source;
+    const int lane = threadIdx.x & 31;
+    ring<stages> q{1}, k{1}, v{1};
+    uint32_t incomplete_parity = 0;
+    __device__ __forceinline__ void load_queries(const piece &p) {
+        barrier_wait(shared_address(&b.q_empty[q.stage]), q.parity);
+        const uint32_t full = shared_address(&b.q_full[q.stage]);
+        const uint32_t half_bytes = a.w.shape.half_tokens * a.w.shape.heads * 128;
+        if (lane == 0) {
+            b.header[q.stage] = {p.at.first_row, p.at.rows, p.at.position, p.unit, p.list.steps, p.list.masked};
+            barrier_arrive_expect(full, half_bytes * 2 * (D / 64));
+        }
+        __syncwarp();
+        if (lane < 2 * (D / 64)) {
+            const int half = lane / (D / 64), columns = lane % (D / 64);
+            const uint32_t to =
+                base + memory<D>::q + (2 * q.stage + half) * memory<D>::half_bytes + columns * (half_rows * 128);
+            tma_load_3d(to, &q_map, full, columns * 64, p.unit * a.w.shape.heads,
+                        p.at.first_row + half * a.w.shape.half_tokens);
+        }
+        q.advance();
+    }
+
+    __device__ __forceinline__ void load_keys(int32_t row, int32_t head, int32_t block, uint32_t chosen) {
+        barrier_wait(shared_address(&b.k_empty[k.stage]), k.parity);
+        if (lane < mask_words) b.chosen[k.stage][lane] = chosen;
+        __syncwarp();
+        if (lane == 0) {
+            b.block[k.stage] = block;
+            const uint32_t full = shared_address(&b.k_full[k.stage]);
+            barrier_arrive_expect(full, memory<D>::block_bytes);
+            tma_load_4d(base + memory<D>::k + k.stage * memory<D>::block_bytes, &k_map, full, 0, row, 0, head);
+        }
+        k.advance();
+    }
+
+    /* keys: those of the block that exist. What the copy brings behind them belongs to another document or to nobody,
+     * and 0 times it need not be 0. */
+    __device__ __forceinline__ void load_values(int32_t row, int32_t head, int32_t keys) {
+        barrier_wait(shared_address(&b.v_empty[v.stage]), v.parity);
+        const uint32_t full = shared_address(&b.v_full[v.stage]);
+        const uint32_t to = base + memory<D>::v + v.stage * memory<D>::block_bytes;
+        const bool complete = keys == block_keys;
+        const uint32_t arrived = complete ? full : shared_address(&b.incomplete);
+        if (lane == 0) {
+            barrier_arrive_expect(arrived, memory<D>::block_bytes);
+            tma_load_4d(to, &v_map, arrived, 0, row, 0, head);
+        }
+        if (!complete) {
+            barrier_wait(arrived, incomplete_parity);
+            incomplete_parity ^= 1;
+            clear_values<D>(to, keys);
+            __syncwarp();
+            if (lane == 0) barrier_arrive(full);
+        }
+        v.advance();
+    }
+
+    __device__ __forceinline__ void run() {
+        piece now, next;
+        source.draw();
+        bool more = source.take(now);
+        int32_t value_row = -1, value_head = 0, value_keys = 0; /* values that are still to be loaded */
+        const auto load_waiting_values = [&] {
+            if (value_row >= 0) load_values(value_row, value_head, value_keys);
+        };
+        while (more) {
+            load_queries(now);
+            more = source.take(next);
+            const int32_t head = now.unit / a.w.units_per_key_head;
+            for (int32_t i = 0; i < now.list.steps; i++) {
+                uint32_t chosen;
+                const int32_t block = a.w.lists.read(now.list_number, now.list, now.at.rows, i, chosen);
+                const int32_t row = now.at.key_row + block * block_keys;
+                load_keys(row, head, block, chosen);
+                load_waiting_values();
+                value_row = row;
+                value_head = head;
+                value_keys = i == 0 ? now.at.local_keys : block_keys;
+            }
+            now = next;
+        }
+        /* The end mark goes out before the last values: the consumers look for it before they take them. */
+        barrier_wait(shared_address(&b.q_empty[q.stage]), q.parity);
+        if (lane == 0) {
+            b.header[q.stage] = {0, 0, 0, 0, 0, 0};
+            barrier_arrive(shared_address(&b.q_full[q.stage]));
+        }
+        load_waiting_values();
+    }
+};
+
+/* The work of a consumer warpgroup. */
+template <typename T, int D>
+__device__ __forceinline__ void consume(const query_parameters<T> &a, barriers &b, uint32_t base, int half) {
+    const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x / 32 & 3);
+    const uint32_t staging = base + memory<D>::results + (half * 4 + warp) * (memory<D>::half_bytes / 4);
+    const uint64_t q_operand = operand(base + memory<D>::q + half * memory<D>::half_bytes, 16, 1024);
+    const uint64_t k_operand = operand(base + memory<D>::k, 16, 1024);
+    const uint64_t v_operand = operand(base + memory<D>::v, block_keys * 128, 1024);
+    const int32_t first_token = half * a.w.shape.half_tokens;
+    const int32_t token_low = first_token + (warp * 16 + lane / 4) / a.w.shape.heads;
+    const int32_t token_high = first_token + (warp * 16 + lane / 4 + 8) / a.w.shape.heads;
+    float s[64], o[D / 2];
+    uint32_t p[32];
+#pragma unroll
+    for (int i = 0; i < 64; i++)
+        s[i] = 0;
+#pragma unroll
+    for (int i = 0; i < D / 2; i++)
+        o[i] = 0;
+    ring<stages> q(0), k(0), v(0);
+    softmax_state state;
+    pending_tile pending = {};
+    const uint32_t own_turn = 1 + half, other_turn = 2 - half;
+    if (half == 1) named_barrier_arrive(1, consumer_threads);
+
+    const auto arrive = [&](uint64_t &barrier) {
+        if (lane == 0) barrier_arrive(shared_address(&barrier));
+    };
+    const auto issue_qk = [&] {
+        pin(s);
+        wgmma_fence();
+        issue_scores<T, D>(s, q_operand + q.stage * (2 * memory<D>::half_bytes >> 4), half_rows * 128,
+                           k_operand + k.stage * (memory<D>::block_bytes >> 4));
+        wgmma_commit();
+    };
+    /* The turn is handed over two products early: the other warpgroup needs that long to take it. */
+    const auto issue_pv = [&](int accumulate) {
+        barrier_wait(shared_address(&b.v_full[v.stage]), v.parity);
+        pin(o);
+        pin(p);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            issue_values<T, D>(o, p, v_operand + v.stage * (memory<D>::block_bytes >> 4), i, i > 0 ? 1 : accumulate);
+            if (i == 5) named_barrier_arrive(other_turn, consumer_threads);
+        }
+        wgmma_commit();
+    };
+    const auto release_k = [&] {
+        arrive(b.k_empty[k.stage]);
+        k.advance();
+    };
+    const auto finish_pv = [&] {
+        wgmma_wait<0>();
+        pin(o);
+        pin(p);
+        arrive(b.v_empty[v.stage]);
+        v.advance();
+    };
+    const auto flush = [&] {
+        if (pending.rows > 0) write_results<T, D>(a.results, b.offsets, a.w.shape, staging, half, warp, pending, o);
+        pending.rows = 0;
+    };
+    const auto mask = [&](int32_t position) {
+        const int32_t relative = position - b.block[k.stage] * block_keys;
+        const uint32_t low = b.chosen[k.stage][token_low / 32] >> (token_low & 31) & 1;
+        const uint32_t high = b.chosen[k.stage][token_high / 32] >> (token_high & 31) & 1;
+        mask_scores(s, low ? relative + token_low : -1, high ? relative + token_high : -1);
+    };
+    tile_header at;
+    const auto read_header = [&] {
+        barrier_wait(shared_address(&b.q_full[q.stage]), q.parity);
+        const tile_header &h = b.header[q.stage];
+        at = {uniform(h.first_row), uniform(h.rows),  uniform(h.position),
+              uniform(h.unit),      uniform(h.steps), uniform(h.masked)};
+    };
+
+    read_header();
+    if (at.steps == 0) return;
+    barrier_wait(shared_address(&b.k_full[0]), 0);
+    named_barrier_sync(own_turn, consumer_threads);
+    issue_qk();
+    named_barrier_arrive(other_turn, consumer_threads);
+    wgmma_wait<0>();
+    pin(s);
+    mask(at.position);
+    __syncwarp();
+    release_k();
+    state.begin<T>(s, p, a.scale_log2);
+    while (true) {
+        int accumulate = 0;
+        const auto step = [&](bool masked) {
+            barrier_wait(shared_address(&b.k_full[k.stage]), k.parity);
+            named_barrier_sync(own_turn, consumer_threads);
+            issue_qk();
+            flush();
+            issue_pv(accumulate);
+            wgmma_wait<1>();
+            pin(s);
+            if (masked) {
+                mask(at.position);
+                __syncwarp();
+            }
+            release_k();
+            if (masked) {
+                row_pair factor;
+                const bool raised = state.raise(s, a.scale_log2, factor);
+                finish_pv();
+                if (raised) rescale(o, factor);
+                state.add<T>(s, p, a.scale_log2);
+            } else {
+                finish_pv();
+                state.add_full<T>(s, p, o, a.scale_log2);
+            }
+            accumulate = 1;
+        };
+        int32_t i = 1;
+#pragma unroll 1
+        for (; i < at.masked; i++)
+            step(true);
+#pragma unroll 1
+        for (; i < at.steps; i++)
+            step(false);
+        arrive(b.q_empty[q.stage]);
+        q.advance();
+        const pending_tile done = {at.first_row, at.rows, at.unit, state};
+        read_header();
+        if (at.steps == 0) {
+            named_barrier_sync(own_turn, consumer_threads);
+            flush();
+            issue_pv(accumulate);
+            finish_pv();
+            write_results<T, D>(a.results, b.offsets, a.w.shape, staging, half, warp, done, o);
+            return;
+        }
+        barrier_wait(shared_address(&b.k_full[k.stage]), k.parity);
+        named_barrier_sync(own_turn, consumer_threads);
+        issue_qk();
+        flush();
+        issue_pv(accumulate);
+        wgmma_wait<1>();
+        pin(s);
+        mask(at.position);
+        __syncwarp();
+        release_k();
+        finish_pv();
+        state.begin<T>(s, p, a.scale_log2);
+        pending = done;
+    }
+}
+
+template <typename T, int D>
+__global__ void __launch_bounds__(kernel_threads, 1)
+    query_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
+                 const __grid_constant__ CUtensorMap v_map, const __grid_constant__ query_parameters<T> a) {
+    extern __shared__ uint8_t dynamic[];
+    __shared__ barriers b;
+    if (a.w.lists.lists != nullptr && a.w.state->partials != 0) return; /* the merging kernel has the chunk */
+    const uint32_t base = (shared_address(dynamic) + 1023) & ~1023u;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < stages; i++) {
+            barrier_init(shared_address(&b.k_full[i]), 1);
+            barrier_init(shared_address(&b.v_full[i]), 1);
+            barrier_init(shared_address(&b.q_full[i]), 1);
+            barrier_init(shared_address(&b.k_empty[i]), consumer_threads / 32);
+            barrier_init(shared_address(&b.v_empty[i]), consumer_threads / 32);
+            barrier_init(shared_address(&b.q_empty[i]), consumer_threads / 32);
+        }
+        barrier_init(shared_address(&b.incomplete), 1);
+        barrier_init_fence();
+    }
+    fill_offsets(b.offsets, a.w.shape, a.results);
+    /* The copies leave a half's idle rows alone: zeros there keep them from looking like rows to be redone. */
+    for (int i = threadIdx.x; i < int(stages * 2 * memory<D>::half_bytes / 16); i += kernel_threads)
+        store_shared_16(base + memory<D>::q + i * 16, {0, 0, 0, 0});
+    fence_async_proxy();
+    __syncthreads();
+    const int role = uniform(threadIdx.x / 128);
+    if (role == 0) {
+        warpgroup_give_registers<40>();
+        if (threadIdx.x < 32) producer<T, D>{q_map, k_map, v_map, a, b, base, {a.w, &a.w.state->next_query}}.run();
+    } else {
+        warpgroup_take_registers<232>();
+        consume<T, D>(a, b, base, role - 1);
+    }
+}
+
+template <typename T, int D>
+fmsa_status launch_query(const launch_parameters &l) {
+    const fmsa_tensors &t = *l.tensors;
+    CUtensorMap q_map, k_map, v_map;
+    FMSA_TRY(make_query_map<T>(l, l.shape.half_tokens, &q_map));
+    FMSA_TRY(make_key_map<T>(l, t.k, &k_map));
+    FMSA_TRY(make_key_map<T>(l, t.v, &v_map));
+    query_parameters<T> a = {};
+    a.w = make_tile_work(l);
+    a.scale_log2 = static_cast<float>(l.problem->config.softmax_scale * double(log2_e));
+    a.results = make_results<T>(t);
+    return launch("query-outer forward", query_kernel<T, D>, dim3(l.processors), kernel_threads,
+                  size_t(memory<D>::bytes + 1024), l.stream, q_map, k_map, v_map, a);
+}
+
+} // namespace
+
+fmsa_status attend_queries(const launch_parameters &l) {
+    return with_half_type_and_dim(
+        l.problem, [&](auto type, auto dim) { return launch_query<decltype(type), decltype(dim)::value>(l); });
+}
+
+} // namespace forward90
+} // namespace fmsa
