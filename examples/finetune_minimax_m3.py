@@ -1,7 +1,6 @@
 """Fine-tuning of MiniMax-M3 with transformers, its indexer included. The model here is small and its weights random.
 
-pip install 'transformers>=5.17'
-python examples/finetune_minimax_m3.py
+It needs transformers 5.17 or newer. Run it with: python examples/finetune_minimax_m3.py
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Training steps of an attention layer on packed documents: dense warm-up of the proxies first, then sparse.
 
-python examples/packed_documents.py
+Run it with: python examples/packed_documents.py
 """
 
 import torch

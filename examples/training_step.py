@@ -1,6 +1,6 @@
 """A training step in the place of Flash-MSA: only the import differs. Runs on the CPU too, slowly.
 
-python examples/training_step.py
+Run it with: python examples/training_step.py
 """
 
 import torch

@@ -41,6 +41,8 @@ def make_model(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     last_mlp: str = "sparse",
+    head_dim: int = 64,
+    block: int = BLOCK,
 ) -> m3.MiniMaxM3VLForCausalLM:
     """A small model with eager attention in training mode; its norms' gains and its scores are not all alike."""
     config = m3.MiniMaxM3VLTextConfig(
@@ -50,15 +52,15 @@ def make_model(
         num_hidden_layers=len(layers),
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=64,
+        head_dim=head_dim,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
         dense_intermediate_size=64,
         shared_intermediate_size=32,
         num_local_experts=4,
         num_experts_per_tok=2,
         index_n_heads=2,
-        index_head_dim=64,
-        index_block_size=BLOCK,
+        index_head_dim=head_dim,
+        index_block_size=block,
         index_topk_blocks=TOP_K,
         layer_types=list(layers),
         mlp_layer_types=["dense"] * (len(layers) - 1) + [last_mlp],
@@ -140,10 +142,10 @@ def step(model: m3.MiniMaxM3VLForCausalLM, ids: Tensor, **kwargs: Any) -> dict[s
 
 
 @pytest.mark.parametrize("layers", [(DENSE, DENSE), (SPARSE,), (DENSE, SPARSE, SPARSE)])
-def test_logits_and_gradients_equal_eager_in_fp32(layers: tuple[str, ...]) -> None:
-    model = make_model(layers)
+def test_logits_and_gradients_equal_eager_in_fp32(layers: tuple[str, ...], device: str) -> None:
+    model = make_model(layers, device)
     other = twin(model)
-    ids = tokens(2, 300)
+    ids = tokens(2, 300, device=device)
     with recorded(model) as selections:
         expected = step(model, ids)
     with replayed(other, selections):
@@ -153,11 +155,15 @@ def test_logits_and_gradients_equal_eager_in_fp32(layers: tuple[str, ...]) -> No
         assert error(actual[name], value) < 2e-5, name
 
 
-def test_logits_and_gradients_err_as_eager_in_bf16(device: str) -> None:
-    """Each tensor's error against fp32 is at most twice that of eager bf16, plus a floor."""
-    model = make_model(device=device, dtype=torch.bfloat16)
+@pytest.mark.parametrize("size", [64, 128])
+def test_logits_and_gradients_err_as_eager_in_bf16(size: int, device: str) -> None:
+    """Each tensor's error against fp32 is at most twice that of eager bf16, plus a floor. Heads and blocks of 128 run
+    on the Hopper kernels where there is such a card."""
+    if size == 128 and device == "cpu":
+        pytest.skip("slow, and nothing new on the CPU")
+    model = make_model(device=device, dtype=torch.bfloat16, head_dim=size, block=size)
     other, reference = twin(model), copy.deepcopy(model).float()
-    ids = tokens(2, 400, device=device)
+    ids = tokens(2, 5 * size, device=device)
     with recorded(model) as selections:
         eager = step(model, ids)
     with replayed(other, selections):
@@ -228,12 +234,12 @@ def test_compiles_to_one_graph() -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_changes_nothing(side: str) -> None:
+def test_padding_changes_nothing(side: str, device: str) -> None:
     """A padded row equals the row alone: blocks are counted from its first token, whichever side the padding is on."""
-    model = twin(make_model())
-    rows = [tokens(1, length) for length in (250, 300, 1)]
-    ids = torch.zeros(3, 300, dtype=torch.long)
-    mask = torch.zeros(3, 300, dtype=torch.long)
+    model = twin(make_model(device=device))
+    rows = [tokens(1, length, device=device) for length in (250, 300, 1)]
+    ids = torch.zeros(3, 300, dtype=torch.long, device=device)
+    mask = torch.zeros(3, 300, dtype=torch.long, device=device)
     for i, row in enumerate(rows):
         where = slice(300 - row.shape[1], 300) if side == "left" else slice(0, row.shape[1])
         ids[i, where], mask[i, where] = row[0], 1
@@ -255,13 +261,14 @@ def test_right_padding_equals_eager() -> None:
 
 @pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("how", ["position_ids", "cu_seq_lens"])
-def test_packed_documents_equal_each_alone(how: str, use_cache: bool) -> None:
-    model = twin(make_model())
+def test_packed_documents_equal_each_alone(how: str, use_cache: bool, device: str) -> None:
+    model = twin(make_model(device=device))
     lengths = [1, 130, 64, 205]
-    documents = [tokens(1, length) for length in lengths]
-    kwargs: dict[str, Any] = {"position_ids": torch.cat([torch.arange(length) for length in lengths])[None]}
+    documents = [tokens(1, length, device=device) for length in lengths]
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+    kwargs: dict[str, Any] = {"position_ids": positions[None]}
     if how == "cu_seq_lens":
-        ends = torch.tensor([0, *lengths]).cumsum(0).int()
+        ends = torch.tensor([0, *lengths], device=device).cumsum(0).int()
         kwargs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 205, "max_length_k": 205}
     with torch.no_grad():
         logits = model(torch.cat(documents, dim=1), use_cache=use_cache, **kwargs).logits
@@ -310,9 +317,9 @@ def test_attention_that_is_not_causal_is_left_to_sdpa() -> None:
 # ---- Generation ---------------------------------------------------------------------------------------------------
 
 
-def test_decoding_with_a_cache_equals_one_pass() -> None:
-    model = twin(make_model()).eval()
-    ids = tokens(2, 270)
+def test_decoding_with_a_cache_equals_one_pass(device: str) -> None:
+    model = twin(make_model(device=device)).eval()
+    ids = tokens(2, 270, device=device)
     with torch.no_grad():
         whole = model(ids).logits
         start = model(ids[:, :200], use_cache=True)
@@ -322,9 +329,9 @@ def test_decoding_with_a_cache_equals_one_pass() -> None:
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_generation_equals_eager(cache: str) -> None:
-    model = make_model().eval()
-    prompt = tokens(2, 200)
+def test_generation_equals_eager(cache: str, device: str) -> None:
+    model = make_model(device=device).eval()
+    prompt = tokens(2, 200, device=device)
     expected, actual = (
         x.generate(prompt, max_new_tokens=8, do_sample=False, cache_implementation=cache, disable_compile=True)
         for x in (model, twin(model))
@@ -356,9 +363,9 @@ def eager_kl(attention: m3.MiniMaxM3VLAttention, hidden: Tensor, cos: Tensor, si
 
 
 @pytest.mark.parametrize("dense", [False, True])
-def test_proxy_loss_is_the_kl_and_trains_the_indexer_alone(dense: bool) -> None:
-    model = twin(make_model((SPARSE,)))
-    ids = tokens(1, 300)
+def test_proxy_loss_is_the_kl_and_trains_the_indexer_alone(dense: bool, device: str) -> None:
+    model = twin(make_model((SPARSE,), device))
+    ids = tokens(1, 300, device=device)
     plain = step(model, ids)
     assert not any("indexer" in name for name in plain)
 
@@ -371,11 +378,11 @@ def test_proxy_loss_is_the_kl_and_trains_the_indexer_alone(dense: bool) -> None:
         result = step(model, ids)
     hook.remove()
 
-    causal = torch.ones(300, 300, dtype=torch.bool).tril()
+    causal = torch.ones(300, 300, dtype=torch.bool, device=device).tril()
     chosen = causal.expand(2, -1, -1)
     if not dense:
         blocks = flashmsa.hf.select_blocks(attentions(model)[0], proxies[0])[0]
-        kept = torch.zeros(2, 300, 300 // BLOCK + 2, dtype=torch.bool)
+        kept = torch.zeros(2, 300, 300 // BLOCK + 2, dtype=torch.bool, device=device)
         kept.scatter_(2, torch.where(blocks < 0, kept.shape[2] - 1, blocks).long(), True)
         chosen = kept[..., :-1].repeat_interleave(BLOCK, dim=2)[..., :300] & causal
     cos, sin = inputs[0]["position_embeddings"]
