@@ -23,17 +23,14 @@ if TYPE_CHECKING:
 
 __version__ = build_info()["version"]
 
-_FUNCTIONS = {
-    name: "functional"
-    for name in (
-        "document_offsets",
-        "flash_msa_func",
-        "flash_msa_func_warmup",
-        "flash_msa_varlen_func",
-        "flash_msa_warmup_func",
-        "sparse_attention_warmup",
-    )
-}
+_FUNCTIONS = (
+    "document_offsets",
+    "flash_msa_func",
+    "flash_msa_func_warmup",
+    "flash_msa_varlen_func",
+    "flash_msa_warmup_func",
+    "sparse_attention_warmup",
+)
 _MODULES = ("ops", "functional", "module", "hf")
 
 __all__ = [
@@ -51,9 +48,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _FUNCTIONS:
-        value = getattr(importlib.import_module(f".{_FUNCTIONS[name]}", __name__), name)
-        globals()[name] = value
-        return value
+        functional = importlib.import_module(".functional", __name__)
+        globals().update({each: getattr(functional, each) for each in _FUNCTIONS})
+        return globals()[name]
     if name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,13 +6,24 @@ because of what a call costs the host: it enqueues in one Python function what w
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from . import _kernels
 from ._kernels import Wanted
 from ._plan import Options, packable
+
+
+class Call(NamedTuple):
+    """What a call takes besides the five differentiable tensors."""
+
+    block_indices: torch.Tensor | None
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    options: Options
+    kl_value: bool
+    kl_metric: torch.Tensor | None
 
 
 class AttentionFunction(torch.autograd.Function):
@@ -26,14 +37,11 @@ class AttentionFunction(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        block_indices: torch.Tensor | None,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_k: torch.Tensor,
-        options: Options,
-        kl_value: bool,
-        kl_metric: torch.Tensor | None,
+        call: Call,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q_proxy, k_proxy, q, k, v = [packable(x) for x in (q_proxy, k_proxy, q, k, v)]
+        block_indices, cu_seqlens_q, cu_seqlens_k, options, kl_value, kl_metric = call
+        if q.dim() == 4:
+            q_proxy, k_proxy, q, k, v = [packable(x) for x in (q_proxy, k_proxy, q, k, v)]
         plan, result = _kernels.attention(
             q_proxy, k_proxy, q, k, v, block_indices, None, cu_seqlens_q, cu_seqlens_k, options, kl_value
         )
@@ -52,33 +60,48 @@ class AttentionFunction(torch.autograd.Function):
         return result.out, kl, result.lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any, dout: torch.Tensor | None, grad_kl: torch.Tensor | None, _grad_lse: None
     ) -> tuple[torch.Tensor | None, ...]:
-        q_proxy, k_proxy, q, k, v, out, lse, schedule, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        wanted = Wanted(needs[2], needs[3], needs[4], needs[0], needs[1])
-        with_proxy = (grad_kl is not None and (wanted.q_proxy or wanted.k_proxy)) or ctx.kl_metric is not None
-        if dout is None and not with_proxy:
-            return (None,) * 11
-        g = _kernels.gradients(
-            ctx.plan,
-            q_proxy,
-            k_proxy,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            schedule,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            None if dout is None else _kernels.readable_gradient(dout, q),
-            grad_kl,
-            wanted if grad_kl is not None else wanted._replace(q_proxy=False, k_proxy=False),
-            with_proxy,
-        )
-        if ctx.kl_metric is not None:
-            ctx.kl_metric.copy_(g.kl)
-        return g.q_proxy, g.k_proxy, g.q, g.k, g.v, None, None, None, None, None, None
+        if torch.is_grad_enabled():
+            return _backward_once(ctx, dout, grad_kl)
+        return _backward(ctx, dout, grad_kl)
+
+
+def _backward(ctx: Any, dout: torch.Tensor | None, grad_kl: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    q_proxy, k_proxy, q, k, v, out, lse, schedule, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+    wants_q_proxy, wants_k_proxy, wants_q, wants_k, wants_v, _ = ctx.needs_input_grad
+    if grad_kl is None:
+        wants_q_proxy = wants_k_proxy = False
+    with_proxy = wants_q_proxy or wants_k_proxy or ctx.kl_metric is not None
+    if not (wants_q or wants_k or wants_v):
+        dout = None
+    if dout is None and not with_proxy:
+        return None, None, None, None, None, None
+    wanted = Wanted(wants_q, wants_k, wants_v, wants_q_proxy, wants_k_proxy)
+    if dout is not None:
+        dout = _kernels.readable_gradient(dout, q)
+    dq, dk, dv, dq_proxy, dk_proxy, kl = _kernels.gradients(
+        ctx.plan,
+        q_proxy,
+        k_proxy,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        schedule,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        dout,
+        grad_kl,
+        wanted,
+        with_proxy,
+    )
+    if ctx.kl_metric is not None:
+        ctx.kl_metric.copy_(kl)
+    return dq_proxy, dk_proxy, dq, dk, dv, None
+
+
+# The gradients of these gradients do not exist; asking for them is an error, and costs the others a wrapper.
+_backward_once = torch.autograd.function.once_differentiable(_backward)

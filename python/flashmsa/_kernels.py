@@ -7,48 +7,39 @@ batched [batch, heads, tokens, dim].
 
 from __future__ import annotations
 
+from array import array
 from typing import NamedTuple
 
 import torch
 
 from . import _library
-from ._plan import NO_VIEW, Options, Plan, View, pack_tensors, packable, plan_of, run, view
+from ._plan import (
+    BLOCK_INDICES,
+    DK,
+    DK_PROXY,
+    DOUT,
+    DQ,
+    DQ_PROXY,
+    DV,
+    GRAD_KL,
+    KL,
+    LSE,
+    OUT,
+    SCHEDULE,
+    Options,
+    Plan,
+    plan_of,
+    run,
+    token_strides,
+)
 
 
-def _empty_like_packed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """An output of x's shape whose tokens lie one after the other, each with all its heads."""
-    if x.dim() == 3:
-        return torch.empty(x.shape, dtype=dtype, device=x.device)
-    batch, heads, tokens, dim = x.shape
-    row = heads * dim
-    return torch.empty_strided((batch, heads, tokens, dim), (tokens * row, dim, row, 1), dtype=dtype, device=x.device)
-
-
-def _empty_out(q: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, View]:
-    """[Tq, Hq, D] for packed queries, [batch, tokens, Hq * D] for batched ones; the same memory either way."""
-    heads, dim = plan.geometry.heads, plan.geometry.head_dim
-    shape = q.shape if q.dim() == 3 else (q.shape[0], q.shape[2], heads * dim)
-    out = torch.empty(shape, dtype=q.dtype, device=q.device)
-    return out, (out.data_ptr(), heads * dim, dim)
-
-
-def _out_view(name: str, x: torch.Tensor, q: torch.Tensor) -> View:
-    """The view of an out or dout; that of batched queries is contiguous."""
-    if q.dim() == 3:
-        return view(name, x)
-    heads, dim = q.shape[1], q.shape[3]
-    return x.data_ptr(), heads * dim, dim
-
-
-def _lse_view(lse: torch.Tensor) -> View:
-    return lse.data_ptr(), lse.stride(1), lse.stride(0)
-
-
-def _indices_view(block_indices: torch.Tensor, plan: Plan, options: Options) -> View:
+def _set_indices(tensors: array[int], block_indices: torch.Tensor, plan: Plan) -> None:
+    """Checks a caller's selection and enters it."""
     if not isinstance(block_indices, torch.Tensor) or block_indices.dtype != torch.int32:
         raise TypeError("block_indices must be an int32 tensor")
     g = plan.geometry
-    shape = (g.proxy_heads, g.total_q, options.top_k)
+    shape = (g.proxy_heads, g.total_q, plan.top_k)
     if tuple(block_indices.shape) != shape:
         raise ValueError(
             f"block_indices has shape {tuple(block_indices.shape)}; it must be [proxy heads, tokens, top_k] = {shape}"
@@ -58,7 +49,15 @@ def _indices_view(block_indices: torch.Tensor, plan: Plan, options: Options) -> 
     stride = block_indices.stride()
     if stride[2] != 1 and shape[2] != 1:
         raise ValueError(f"block_indices has strides {tuple(stride)}; its last dimension must be contiguous")
-    return block_indices.data_ptr(), stride[1], stride[0]
+    tensors[BLOCK_INDICES] = block_indices.data_ptr()
+    tensors[BLOCK_INDICES + 1], tensors[BLOCK_INDICES + 2] = stride[1], stride[0]
+
+
+def _set_output(tensors: array[int], field: int, name: str, x: torch.Tensor) -> None:
+    """Enters an out or dout. Packed ones may have any strides; those of a batch are contiguous."""
+    tensors[field] = x.data_ptr()
+    if not x.is_contiguous():
+        tensors[field + 1], tensors[field + 2] = token_strides(name, x)
 
 
 def _check_schedule(schedule: torch.Tensor | None, plan: Plan, options: Options) -> None:
@@ -70,8 +69,8 @@ def _check_schedule(schedule: torch.Tensor | None, plan: Plan, options: Options)
         raise TypeError(f"schedule is {schedule.dtype} on {schedule.device}; it must be what `schedule` returned")
 
 
-def _real(name: str, x: torch.Tensor | None, plan: Plan) -> torch.Tensor | None:
-    if x is not None and (x.dtype != plan.real or x.numel() != 1 or x.device != plan.geometry.device):
+def _check_real(name: str, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    if x.dtype != plan.real or x.numel() != 1 or x.device != plan.geometry.device:
         raise TypeError(
             f"{name} is {x.dtype} of shape {tuple(x.shape)} on {x.device}; it must be one {plan.real} value on "
             f"{plan.geometry.device}"
@@ -114,37 +113,28 @@ def attention(
 ) -> tuple[Plan, Attention]:
     """Selection and schedule unless they are given, forward pass and, if asked, the KL value."""
     plan = plan_of(q_proxy, k_proxy, q, k, v, cu_seqlens_q, cu_seqlens_k, options)
-    g = plan.geometry
-    operations = []
-    indices = NO_VIEW
+    tensors = plan.tensors(q_proxy, k_proxy, q, k, v)
+    operations: tuple[int, ...] = (_library.FORWARD, _library.PROXY_LOSS) if with_kl else (_library.FORWARD,)
     if schedule is None and not options.dense:
+        operations = (_library.SCHEDULE, *operations)
         if block_indices is None:
-            operations.append(_library.SELECT)
-            block_indices = torch.empty((g.proxy_heads, g.total_q, options.top_k), dtype=torch.int32, device=g.device)
-        operations.append(_library.SCHEDULE)
-        indices = _indices_view(block_indices, plan, options)
-        schedule = torch.empty(plan.schedule_bytes, dtype=torch.uint8, device=g.device)
+            operations = (_library.SELECT, *operations)
+            block_indices = plan.empty(BLOCK_INDICES)
+            tensors[BLOCK_INDICES] = block_indices.data_ptr()
+        else:
+            _set_indices(tensors, block_indices, plan)
+        schedule = plan.empty(SCHEDULE)
     _check_schedule(schedule, plan, options)
-    operations.append(_library.FORWARD)
+    out, lse = plan.empty(OUT), plan.empty(LSE)
+    tensors[OUT], tensors[LSE] = out.data_ptr(), lse.data_ptr()
+    if schedule is not None:
+        tensors[SCHEDULE] = schedule.data_ptr()
+    kl = None
     if with_kl:
-        operations.append(_library.PROXY_LOSS)
-    out, out_view = _empty_out(q, plan)
-    lse = torch.empty((g.heads, g.total_q), dtype=plan.real, device=g.device)
-    kl = torch.empty((), dtype=plan.real, device=g.device) if with_kl else None
+        kl = plan.empty(KL)
+        tensors[KL] = kl.data_ptr()
     config = plan.config(cu_seqlens_q, cu_seqlens_k)
-    tensors = pack_tensors(
-        q=view("q", q),
-        k=view("k", k),
-        v=view("v", v),
-        q_proxy=view("q_proxy", q_proxy),
-        k_proxy=view("k_proxy", k_proxy),
-        block_indices=indices,
-        schedule=schedule,
-        out=out_view,
-        lse=_lse_view(lse),
-        kl=kl,
-    )
-    workspace = plan.workspace(*operations)
+    workspace = plan.empty(operations)
     for operation in operations:
         run(operation, config, tensors, workspace)
     return plan, Attention(out, lse, kl, schedule)
@@ -158,6 +148,9 @@ class Wanted(NamedTuple):
     v: bool = True
     q_proxy: bool = True
     k_proxy: bool = True
+
+
+_GRADIENTS = (DQ, DK, DV, DQ_PROXY, DK_PROXY)
 
 
 class Gradients(NamedTuple):
@@ -197,33 +190,30 @@ def gradients(
     else:
         operation = _library.BACKWARD
         wanted = Wanted(wanted.q, wanted.k, wanted.v, False, False)
-    dtype, kv_grad = plan.geometry.dtype, plan.kv_grad
-    dq = _empty_like_packed(q, dtype) if wanted.q else None
-    dk = _empty_like_packed(k, kv_grad) if wanted.k else None
-    dv = _empty_like_packed(k, kv_grad) if wanted.v else None
-    dq_proxy = _empty_like_packed(q_proxy, dtype) if wanted.q_proxy and q_proxy is not None else None
-    dk_proxy = _empty_like_packed(k_proxy, kv_grad) if wanted.k_proxy and k_proxy is not None else None
-    kl = torch.empty((), dtype=plan.real, device=plan.geometry.device) if with_proxy else None
-    config = plan.config(cu_seqlens_q, cu_seqlens_k)
-    tensors = pack_tensors(
-        q=view("q", q),
-        k=view("k", k),
-        v=NO_VIEW if v is None else view("v", v),
-        q_proxy=NO_VIEW if q_proxy is None else view("q_proxy", q_proxy),
-        k_proxy=NO_VIEW if k_proxy is None else view("k_proxy", k_proxy),
-        schedule=schedule,
-        out=NO_VIEW if out is None else _out_view("out", out, q),
-        lse=_lse_view(lse),
-        dout=NO_VIEW if dout is None else _out_view("dout", dout, q),
-        dq=NO_VIEW if dq is None else view("dq", dq),
-        dk=NO_VIEW if dk is None else view("dk", dk),
-        dv=NO_VIEW if dv is None else view("dv", dv),
-        dq_proxy=NO_VIEW if dq_proxy is None else view("dq_proxy", dq_proxy),
-        dk_proxy=NO_VIEW if dk_proxy is None else view("dk_proxy", dk_proxy),
-        grad_kl=_real("grad_kl", grad_kl, plan),
-        kl=kl,
-    )
-    run(operation, config, tensors, plan.workspace(operation))
+    tensors = plan.tensors(q_proxy, k_proxy, q, k, v)
+    tensors[LSE] = lse.data_ptr()
+    if schedule is not None:
+        tensors[SCHEDULE] = schedule.data_ptr()
+    if out is not None:
+        _set_output(tensors, OUT, "out", out)
+    if dout is not None:
+        _set_output(tensors, DOUT, "dout", dout)
+    if grad_kl is not None:
+        tensors[GRAD_KL] = _check_real("grad_kl", grad_kl, plan).data_ptr()
+
+    results: list[torch.Tensor | None] = []
+    for field, is_wanted in zip(_GRADIENTS, wanted):  # noqa: B905
+        x = None
+        if is_wanted:
+            x = plan.empty(field)
+            tensors[field] = x.data_ptr()
+        results.append(x.transpose(1, 2) if x is not None and plan.geometry.batch else x)
+    kl = None
+    if with_proxy:
+        kl = plan.empty(KL)
+        tensors[KL] = kl.data_ptr()
+    run(operation, plan.config(cu_seqlens_q, cu_seqlens_k), tensors, plan.empty((operation,)))
+    dq, dk, dv, dq_proxy, dk_proxy = results
     return Gradients(dq, dk, dv, dq_proxy, dk_proxy, kl)
 
 
@@ -236,14 +226,10 @@ def select(
 ) -> torch.Tensor:
     """Block indices, int32 [Hp, Tq, top_k]."""
     plan = plan_of(q_proxy, k_proxy, None, None, None, cu_seqlens_q, cu_seqlens_k, options)
-    g = plan.geometry
-    indices = torch.empty((g.proxy_heads, g.total_q, options.top_k), dtype=torch.int32, device=g.device)
-    tensors = pack_tensors(
-        q_proxy=view("q_proxy", q_proxy),
-        k_proxy=view("k_proxy", k_proxy),
-        block_indices=_indices_view(indices, plan, options),
-    )
-    run(_library.SELECT, plan.config(cu_seqlens_q, cu_seqlens_k), tensors, plan.workspace(_library.SELECT))
+    indices = plan.empty(BLOCK_INDICES)
+    tensors = plan.tensors(q_proxy, k_proxy, None, None, None)
+    tensors[BLOCK_INDICES] = indices.data_ptr()
+    run(_library.SELECT, plan.config(cu_seqlens_q, cu_seqlens_k), tensors, plan.empty((_library.SELECT,)))
     return indices
 
 
@@ -255,11 +241,14 @@ def schedule(
     cu_seqlens_k: torch.Tensor,
     options: Options,
 ) -> torch.Tensor:
-    """The reverse index of a selection, opaque bytes."""
+    """The reverse index of a selection, opaque bytes. Those that the library leaves unused are 0, so that the same
+    selection gives the same tensor."""
     plan = plan_of(None, None, q, k, None, cu_seqlens_q, cu_seqlens_k, options, block_indices.shape[0])
-    result = torch.empty(plan.schedule_bytes, dtype=torch.uint8, device=plan.geometry.device)
-    tensors = pack_tensors(block_indices=_indices_view(block_indices, plan, options), schedule=result)
-    run(_library.SCHEDULE, plan.config(cu_seqlens_q, cu_seqlens_k), tensors, plan.workspace(_library.SCHEDULE))
+    result = torch.zeros(plan.schedule_bytes, dtype=torch.uint8, device=plan.geometry.device)
+    tensors = plan.tensors(None, None, None, None, None)
+    _set_indices(tensors, block_indices, plan)
+    tensors[SCHEDULE] = result.data_ptr()
+    run(_library.SCHEDULE, plan.config(cu_seqlens_q, cu_seqlens_k), tensors, plan.empty((_library.SCHEDULE,)))
     return result
 
 
@@ -276,10 +265,10 @@ def forward(
     """out like q, and lse [Hq, Tq]."""
     plan = plan_of(None, None, q, k, v, cu_seqlens_q, cu_seqlens_k, options, proxy_heads)
     _check_schedule(schedule, plan, options)
-    out, out_view = _empty_out(q, plan)
-    lse = torch.empty((plan.geometry.heads, plan.geometry.total_q), dtype=plan.real, device=q.device)
-    tensors = pack_tensors(
-        q=view("q", q), k=view("k", k), v=view("v", v), schedule=schedule, out=out_view, lse=_lse_view(lse)
-    )
-    run(_library.FORWARD, plan.config(cu_seqlens_q, cu_seqlens_k), tensors, plan.workspace(_library.FORWARD))
+    out, lse = plan.empty(OUT), plan.empty(LSE)
+    tensors = plan.tensors(None, None, q, k, v)
+    tensors[OUT], tensors[LSE] = out.data_ptr(), lse.data_ptr()
+    if schedule is not None:
+        tensors[SCHEDULE] = schedule.data_ptr()
+    run(_library.FORWARD, plan.config(cu_seqlens_q, cu_seqlens_k), tensors, plan.empty((_library.FORWARD,)))
     return out, lse

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from array import array
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from . import _library
-from ._library import lib
 
 DTYPES = {
     torch.bfloat16: _library.DTYPE_BF16,
@@ -23,9 +23,6 @@ DTYPES = {
     torch.float32: _library.DTYPE_FP32,
     torch.float64: _library.DTYPE_FP64,
 }
-
-View = tuple[int, int, int]
-NO_VIEW: View = (0, 0, 0)
 
 
 class Options(NamedTuple):
@@ -49,6 +46,8 @@ class Options(NamedTuple):
 
 class Geometry(NamedTuple):
     """The shapes of a call, and where it runs."""
+
+    batch: int  # 0 for packed tensors
 
     dtype: torch.dtype
     device: torch.device
@@ -90,29 +89,103 @@ class Plan:
         config.num_fragments = geometry.fragments
 
         self.geometry = geometry
+        self.top_k = config.top_k
         self.real = torch.float64 if geometry.dtype == torch.float64 else torch.float32
         self.kv_grad = torch.float32 if options.flags & _library.FLAG_FP32_KV_GRADS else geometry.dtype
         self.schedule_bytes = _library.schedule_bytes(config)
         self.on_cuda = geometry.device.type == "cuda"
         self._config = config
         self._workspaces: dict[int, int] = {}
+        self._tensors: dict[object, array[int]] = {}
+        self._results = self._result_strides()
+        self._shells: dict[object, torch.Tensor] = {}
         raw, stream, bounds = bytes(config), _library.Config.stream.offset, _library.Config.q_begin.offset
         word = struct.calcsize("P")
         self._before_stream = raw[:stream]
         self._before_bounds = raw[stream + word : bounds]
         self._after_bounds = raw[bounds + 4 * word :]
 
-    def workspace_bytes(self, operation: int) -> int:
-        """Bytes of scratch of one operation."""
-        size = self._workspaces.get(operation)
-        if size is None:
-            size = self._workspaces[operation] = _library.workspace_bytes(self._config, operation)
-        return size
+    def _result_strides(self) -> array[int]:
+        """An fmsa_tensors without pointers, with the strides that results have: tokens one after the other, each with
+        all its heads; lse and block_indices with a head's tokens one after the other."""
+        g = self.geometry
+        words = array("q", bytes(ctypes.sizeof(_library.Tensors)))
+        words[0] = ctypes.sizeof(_library.Tensors)
+        words[SCHEDULE_BYTES] = self.schedule_bytes
+        for field, heads, dim in (
+            (OUT, g.heads, g.head_dim),
+            (DOUT, g.heads, g.head_dim),
+            (DQ, g.heads, g.head_dim),
+            (DK, g.kv_heads, g.head_dim),
+            (DV, g.kv_heads, g.head_dim),
+            (DQ_PROXY, g.proxy_heads, g.proxy_head_dim),
+            (DK_PROXY, g.proxy_kv_heads, g.proxy_head_dim),
+        ):
+            words[field + 1], words[field + 2] = heads * dim, dim
+        words[LSE + 1], words[LSE + 2] = 1, g.total_q
+        words[BLOCK_INDICES + 1], words[BLOCK_INDICES + 2] = self.top_k, g.total_q * self.top_k
+        return words
 
-    def workspace(self, *operations: int) -> torch.Tensor:
-        """Scratch that is enough for each of the operations, one after the other."""
-        size = max([self.workspace_bytes(operation) for operation in operations])
-        return torch.empty(size, dtype=torch.uint8, device=self.geometry.device)
+    def tensors(
+        self,
+        q_proxy: torch.Tensor | None,
+        k_proxy: torch.Tensor | None,
+        q: torch.Tensor | None,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+    ) -> array[int]:
+        """An fmsa_tensors that reads these and has the strides of contiguous results; the caller sets what else the
+        operation takes."""
+        inputs = (q_proxy, k_proxy, q, k, v)
+        strides = tuple([None if x is None else x.stride() for x in inputs])
+        template = self._tensors.get(strides)
+        if template is None:
+            template = self._results[:]
+            for name, field, x in zip(_NAMES, _INPUTS, inputs, strict=False):
+                if x is not None:
+                    template[field + 1], template[field + 2] = token_strides(name, x)
+            self._tensors[strides] = template
+        words = template[:]
+        for field, x in zip(_INPUTS, inputs):  # noqa: B905
+            if x is not None:
+                words[field] = x.data_ptr()
+        return words
+
+    def empty(self, result: object) -> torch.Tensor:
+        """A new tensor for a result, named by its field of fmsa_tensors; a tuple of operations names scratch that is
+        enough for each of them. Made after a shell of one element, which costs half of what a shape and a type do."""
+        shell = self._shells.get(result)
+        if shell is None:
+            shape, dtype = self._shape(result)
+            shell = torch.empty((), dtype=dtype, device=self.geometry.device).expand(shape)
+            self._shells[result] = shell
+        return torch.empty_like(shell)
+
+    def _shape(self, result: object) -> tuple[tuple[int, ...], torch.dtype]:
+        g = self.geometry
+        if isinstance(result, tuple):
+            return (max(_library.workspace_bytes(self._config, operation) for operation in result),), torch.uint8
+        if result == KL:
+            return (), self.real
+        if result == SCHEDULE:
+            return (self.schedule_bytes,), torch.uint8
+        if result == LSE:
+            return (g.heads, g.total_q), self.real
+        if result == BLOCK_INDICES:
+            return (g.proxy_heads, g.total_q, self.top_k), torch.int32
+        if result in (DK, DV, DK_PROXY):
+            heads, dim = (g.proxy_kv_heads, g.proxy_head_dim) if result == DK_PROXY else (g.kv_heads, g.head_dim)
+            tokens = g.total_k
+            dtype = self.kv_grad
+        else:
+            heads, dim = (g.proxy_heads, g.proxy_head_dim) if result == DQ_PROXY else (g.heads, g.head_dim)
+            tokens = g.total_q
+            dtype = g.dtype
+        if not g.batch:
+            return (tokens, heads, dim), dtype
+        if result == OUT:
+            return (g.batch, tokens // g.batch, heads * dim), dtype
+        return (g.batch, tokens // g.batch, heads, dim), dtype
 
     def config(self, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> bytes:
         """The configuration for the current stream and these fragments."""
@@ -129,8 +202,18 @@ class Plan:
 
 
 _POINTER, _POINTERS = struct.Struct("@P"), struct.Struct("@PPPP")
-_TENSORS = struct.Struct("@N" + "Pqq" * 6 + "PN" + "Pqq" * 8 + "PP")
-assert _TENSORS.size == ctypes.sizeof(_library.Tensors)
+
+# An fmsa_tensors is an array of 8-byte words: where each field's data pointer stands in it. The words behind a view's
+# pointer are its strides.
+_WORD = 8
+Q, K, V, Q_PROXY, K_PROXY, BLOCK_INDICES, SCHEDULE, SCHEDULE_BYTES = [
+    getattr(_library.Tensors, name).offset // _WORD
+    for name in ("q", "k", "v", "q_proxy", "k_proxy", "block_indices", "schedule", "schedule_bytes")
+]
+OUT, LSE, DOUT, DQ, DK, DV, DQ_PROXY, DK_PROXY, GRAD_KL, KL = [
+    getattr(_library.Tensors, name).offset // _WORD
+    for name in ("out", "lse", "dout", "dq", "dk", "dv", "dq_proxy", "dk_proxy", "grad_kl", "kl")
+]
 
 _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
@@ -167,51 +250,9 @@ def fragment_count(name: str, cu_seqlens: torch.Tensor, device: torch.device) ->
     raise ValueError(f"{name} has shape {shape}; it must be [n + 1] offsets, or [2, n] begins and ends of n fragments")
 
 
-def pack_tensors(
-    q: View = NO_VIEW,
-    k: View = NO_VIEW,
-    v: View = NO_VIEW,
-    q_proxy: View = NO_VIEW,
-    k_proxy: View = NO_VIEW,
-    block_indices: View = NO_VIEW,
-    schedule: torch.Tensor | None = None,
-    out: View = NO_VIEW,
-    lse: View = NO_VIEW,
-    dout: View = NO_VIEW,
-    dq: View = NO_VIEW,
-    dk: View = NO_VIEW,
-    dv: View = NO_VIEW,
-    dq_proxy: View = NO_VIEW,
-    dk_proxy: View = NO_VIEW,
-    grad_kl: torch.Tensor | None = None,
-    kl: torch.Tensor | None = None,
-) -> bytes:
-    """An fmsa_tensors as bytes."""
-    return _TENSORS.pack(
-        _TENSORS.size,
-        *q,
-        *k,
-        *v,
-        *q_proxy,
-        *k_proxy,
-        *block_indices,
-        *((0, 0) if schedule is None else (schedule.data_ptr(), schedule.numel())),
-        *out,
-        *lse,
-        *dout,
-        *dq,
-        *dk,
-        *dv,
-        *dq_proxy,
-        *dk_proxy,
-        0 if grad_kl is None else grad_kl.data_ptr(),
-        0 if kl is None else kl.data_ptr(),
-    )
-
-
-def run(operation: int, config: bytes, tensors: bytes, workspace: torch.Tensor) -> None:
+def run(operation: int, config: bytes, tensors: array[int], workspace: torch.Tensor) -> None:
     """Enqueues one operation."""
-    status = _library.RUN[operation](config, tensors, workspace.data_ptr() or None, workspace.numel())
+    status = _library.RUN[operation](config, tensors.buffer_info()[0], workspace.data_ptr() or None, workspace.numel())
     if status:
         _library.fail(status)
 
@@ -219,6 +260,7 @@ def run(operation: int, config: bytes, tensors: bytes, workspace: torch.Tensor) 
 _plans: dict[object, Plan] = {}
 _MOST_PLANS = 4096
 _NAMES = ("q_proxy", "k_proxy", "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
+_INPUTS = (Q_PROXY, K_PROXY, Q, K, V)
 
 
 def plan_of(
@@ -319,12 +361,14 @@ def _geometry(
             f"cu_seqlens_q holds {fragments} fragments and cu_seqlens_k {key_fragments}; they must hold as many"
         )
     query, key = (q if q is not None else q_proxy), (k if k is not None else k_proxy)
-    assert query is not None and key is not None
+    assert query is not None
+    assert key is not None
     total_q, query_heads, dim = _packed_shape(query)
     total_k, key_heads, _ = _packed_shape(key)
     if q_proxy is not None:
         proxy_heads = _packed_shape(q_proxy)[1]
     return Geometry(
+        batch=query.shape[0] if query.dim() == 4 else 0,
         dtype=reference.dtype,
         device=reference.device,
         heads=query_heads,
@@ -348,12 +392,12 @@ def packable(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def view(name: str, x: torch.Tensor) -> View:
-    """Address, token stride and head stride. The stride along a dimension of size 1 is not told: it has no meaning."""
+def token_strides(name: str, x: torch.Tensor) -> tuple[int, int]:
+    """Strides of tokens and heads. That of a dimension of size 1 has no meaning, and is not told."""
     shape, stride = x.shape, x.stride()
     if stride[-1] != 1 and shape[-1] != 1:
         raise ValueError(f"{name} has strides {tuple(stride)}; its last dimension must be contiguous")
+    head = stride[1] if shape[1] > 1 else 0
     if len(shape) == 3:
-        return x.data_ptr(), stride[0] if shape[0] > 1 else 0, stride[1] if shape[1] > 1 else 0
-    row = stride[2] if shape[2] > 1 else stride[0] if shape[0] > 1 else 0
-    return x.data_ptr(), row, stride[1] if shape[1] > 1 else 0
+        return stride[0] if shape[0] > 1 else 0, head
+    return stride[2] if shape[2] > 1 else stride[0] if shape[0] > 1 else 0, head

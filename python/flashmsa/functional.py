@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _library, ops
-from ._attention import AttentionFunction
+from ._attention import AttentionFunction, Call
 from ._plan import Options, current_stream
 
 
@@ -278,8 +278,8 @@ def _attend(
         return _attend_by_operators(
             q_proxy, k_proxy, q, k, v, block_indices, cu_seqlens_q, cu_seqlens_k, options, kl_value, kl_metric
         )
-    result: tuple[Tensor, Tensor, Tensor] = AttentionFunction.apply(
-        q_proxy, k_proxy, q, k, v, block_indices, cu_seqlens_q, cu_seqlens_k, options, kl_value, kl_metric
+    result: tuple[Tensor, Tensor, Tensor] = AttentionFunction.apply(  # type: ignore[no-untyped-call]
+        q_proxy, k_proxy, q, k, v, Call(block_indices, cu_seqlens_q, cu_seqlens_k, options, kl_value, kl_metric)
     )
     return result
 
