@@ -1,0 +1,87 @@
+"""Four processes with a gloo group for every number of ranks from 1 to 4, kept for all tests of a file."""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+MOST = 4
+
+
+class Failed(Exception):
+    """A rank raised: the sentence of its exception, with its type."""
+
+
+class Ranks:
+    """Worker processes, each the rank of its number."""
+
+    def __init__(self) -> None:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "flashmsa.context_parallel"])
+        self.folder = tempfile.TemporaryDirectory(prefix="flashmsa_ranks_")
+        self.pipes, self.processes = [], []
+        for rank in range(MOST):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, f"{self.folder.name}/store", theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(mine)
+            self.processes.append(process)
+
+    def run(self, ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+        """function(group, *args) on each of the first ranks; what each returned, or a Failed in its place."""
+        for pipe in self.pipes[:ranks]:
+            pipe.send((ranks, function, args))
+        answers = []
+        for rank, pipe in enumerate(self.pipes[:ranks]):
+            if not pipe.poll(timeout):
+                raise TimeoutError(f"rank {rank} of {ranks} did not answer within {timeout} s")
+            answers.append(torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False))
+        return answers
+
+    def all(self, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """As `run`, where no rank may fail."""
+        answers = self.run(ranks, function, *args)
+        for answer in answers:
+            if isinstance(answer, Failed):
+                raise answer
+        return answers
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+        self.folder.cleanup()
+
+
+def _serve(rank: int, store: str, pipe: Any) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=MOST)
+    groups = {n: dist.new_group(list(range(n))) for n in range(1, MOST + 1)}
+    while True:
+        try:
+            ranks, function, args = pipe.recv()
+        except EOFError:
+            break
+        try:
+            answer = function(groups[ranks], *args)
+        except Exception as error:
+            answer = Failed(f"{type(error).__name__}: {error}")
+            if os.environ.get("FLASHMSA_TEST_TRACEBACKS"):
+                traceback.print_exc()
+        buffer = io.BytesIO()
+        torch.save(answer, buffer)
+        pipe.send_bytes(buffer.getvalue())
+    dist.destroy_process_group()

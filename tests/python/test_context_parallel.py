@@ -1,0 +1,318 @@
+"""Context parallelism on 1 to 4 gloo processes against one process, and both against fp64."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+
+import pytest
+import torch
+from conftest import make_inputs
+from ranks import Failed, Ranks
+
+import flashmsa
+from flashmsa.context_parallel import ContextParallel, Piece, Plan, WorkModel, attend, attention, proxy_loss, select
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed")
+
+REAL = json.loads((pathlib.Path(__file__).parents[1] / "packs_192k.json").read_text())["packs"]
+BLOCK, TOP_K = 16, 3
+NAMES = ("q_proxy", "k_proxy", "q", "k", "v")
+GRAD_KL = 1.7
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A pack with the choices of a call. `pieces` instead of a plan of make_plan: (document, begin, end) by rank."""
+
+    lengths: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    heads: tuple[int, int, int, int] = (4, 2, 2, 1)
+    top_k: int = TOP_K
+    padding: int = 0
+    pieces: tuple[tuple[tuple[int, int, int], ...], ...] | None = None
+    keep_keys: bool = True
+    fp32_gradients: bool = True
+    two_steps: bool = False
+    uses: tuple[str, ...] = ("out", "kl")
+
+    def inputs(self):
+        x = make_inputs(list(self.lengths), self.heads, 32, self.dtype)
+        nan = torch.nn.functional.pad
+        tensors = [nan(t.detach(), (0, 0, 0, 0, 0, self.padding), value=float("nan")) for t in x.leaves()]
+        g = torch.Generator().manual_seed(7)
+        dout = torch.randn(tensors[2].shape, generator=g, dtype=torch.float64).to(self.dtype)
+        return dict(zip(NAMES, tensors, strict=True)), dout, x.cu.tolist()
+
+    def context(self, group=None, world=1):
+        cu = torch.tensor([0, *self.lengths]).cumsum(0).tolist()
+        total = cu[-1] + self.padding
+        if self.pieces is None:
+            plan = flashmsa.context_parallel.make_plan(cu, world, total=total, model=WorkModel(1.0, 20.0, 0.0, 48))
+        else:
+            plan = Plan(tuple(cu), total, world, WorkModel(), tuple(tuple(Piece(*p) for p in r) for r in self.pieces))
+        return ContextParallel(plan, group, keep_keys=self.keep_keys, fp32_gradients=self.fp32_gradients)
+
+
+def alone(case: Case, dtype: torch.dtype | None = None, block_indices: torch.Tensor | None = None):
+    """The same by one process and without this module."""
+    tensors, dout, cu = case.inputs()
+    leaves = {name: x.to(dtype or x.dtype).requires_grad_() for name, x in tensors.items()}
+    cu = torch.tensor(cu, dtype=torch.int32)
+    if case.top_k and block_indices is None:
+        block_indices = flashmsa.ops.select(tensors["q_proxy"], tensors["k_proxy"], cu, cu, case.top_k, BLOCK)
+    out, kl, lse = flashmsa.flash_msa_varlen_func(
+        leaves["q"], leaves["k"], leaves["v"], leaves["q_proxy"], leaves["k_proxy"], cu, cu, 0, 0, case.top_k,
+        block_size=BLOCK, block_indices=block_indices, return_kl=True, return_lse=True,
+    )  # fmt: skip
+    loss = {"out": (out, dout.to(out.dtype)), "kl": (kl, torch.tensor(GRAD_KL, dtype=kl.dtype))}
+    torch.autograd.backward(*zip(*[loss[use] for use in case.uses], strict=True))
+    grads = {"d" + name: x.grad for name, x in leaves.items() if x.grad is not None}
+    return {"block_indices": block_indices, "out": out.detach(), "kl": kl.detach(), "lse": lse.t(), **grads}
+
+
+def spread(group, case: Case):
+    """What a rank computes, put together again: the same dictionary on every rank."""
+    context = case.context(group, torch.distributed.get_world_size(group))
+    tensors, dout, _ = case.inputs()
+    x = {name: context.shard(t).requires_grad_() for name, t in tensors.items()}
+    result = {}
+    if case.top_k:
+        local = select(x["q_proxy"], x["k_proxy"], context, case.top_k, block_size=BLOCK)
+        result["block_indices"] = context.unshard(local + 1, 1) - 1
+    options = {"block_size": BLOCK, "return_kl": True, "return_lse": True}
+    if case.two_steps:
+        keys = context.gather(x["k"], x["v"], x["k_proxy"])
+        out, kl, lse = attend(x["q"], x["q_proxy"], keys, case.top_k, **options)
+    else:
+        out, kl, lse = attention(x["q"], x["k"], x["v"], x["q_proxy"], x["k_proxy"], context, case.top_k, **options)
+    loss = {"out": (out, context.shard(dout)), "kl": (kl, torch.tensor(GRAD_KL, dtype=kl.dtype))}
+    torch.autograd.backward(*zip(*[loss[use] for use in case.uses], strict=True))
+    result |= {"out": context.unshard(out), "kl": context.sum(kl), "lse": context.unshard(lse, 1).t()}
+    return result | {"d" + n: context.unshard(t.grad) for n, t in x.items() if t.grad is not None}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    workers = Ranks()
+    yield workers
+    workers.close()
+
+
+KINDS = {
+    "gathered again": {"keep_keys": False},
+    "sums in bf16": {"fp32_gradients": False, "dtype": torch.bfloat16},
+    "two steps": {"two_steps": True},
+    "dense": {"top_k": 0},
+    "dense, gathered again": {"top_k": 0, "keep_keys": False, "dtype": torch.bfloat16},
+    "only the output": {"uses": ("out",)},
+    "only the loss": {"uses": ("kl",)},
+    "fp64": {"dtype": torch.float64},
+    "more rows than documents": {"padding": 9},
+    "other heads": {"heads": (6, 1, 3, 3), "dtype": torch.bfloat16},
+    # Rank 1 has no rows, chunks are cut within blocks and lie in no balance.
+    "a plan by hand": {"pieces": (((0, 0, 7), (0, 211, 230)), (), ((0, 7, 211), (1, 5, 6)), ((1, 0, 5), (1, 6, 55)))},
+}
+
+
+def check_rows(name: str, got: torch.Tensor, one: torch.Tensor, exact: torch.Tensor, floor: float) -> None:
+    """The error of `got` is at most twice that of `one` and a floor, as a whole and in each row."""
+    got, one, exact = (x.double().flatten(1) if x.dim() else x.double().view(1, 1) for x in (got, one, exact))
+    if exact.numel() == 0:
+        return
+    scale = exact[exact.isfinite()].abs().max() if exact.isfinite().any() else 1.0
+    same = (got == exact) | (got.isnan() & exact.isnan())
+    wrong, allowed = (torch.where(same, 0.0, x - exact).nan_to_num(torch.inf) for x in (got, one))
+    assert wrong.norm() <= 2 * allowed.norm() + floor * scale, name
+    bound = 2 * allowed.norm(dim=1) + floor * (exact.nan_to_num(0, 0, 0).norm(dim=1) + scale)
+    row = int((wrong.norm(dim=1) - bound).argmax())
+    assert (wrong.norm(dim=1) <= bound).all(), f"{name}: row {row} is off by {wrong.norm(dim=1)[row]}"
+
+
+def check(ranks: Ranks, case: Case, numbers: tuple[int, ...] = (1, 2, 3, 4)) -> None:
+    one = alone(case)
+    exact = alone(case, torch.float64, one["block_indices"])
+    floor = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float64: 1e-14}[case.dtype]
+    documents = sum(case.lengths)
+    for n in numbers:
+        answers = ranks.all(n, spread, case)
+        assert answers[0].keys() >= {name for name in one if one[name] is not None}
+        for answer in answers:
+            for name, value in answer.items():
+                torch.testing.assert_close(value, answers[0][name], rtol=0, atol=0, equal_nan=True)
+        for name, value in answers[0].items():
+            if name == "block_indices":
+                assert torch.equal(value[:, :documents], one[name][:, :documents])
+            elif one.get(name) is None:
+                assert (value == 0).all(), f"{name} has a gradient from nowhere"
+            elif name == "kl":
+                check_rows(name, value, one[name], exact[name], max(floor / 100, 1e-6))
+            else:
+                assert (value[documents:] == 0).all()
+                check_rows(name, *(x[:documents] for x in (value, one[name], exact[name])), floor)
+
+
+EDGE = {
+    "one token": (1,),
+    "empty documents": (0, 0, 7, 0, 293),
+    "around a block": (1, 15, 16, 17, 31, 32, 33, 127, 128, 129),
+    "fewer documents than ranks": (3, 200),
+    "many of three tokens": (3,) * 150,
+    "one long": (517,),
+    "long and short": (400, 5, 5, 5, 61, 3, 90),
+    "nothing": (0, 0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", EDGE)
+def test_edge_case_packs(ranks, name, dtype):
+    check(ranks, Case(EDGE[name], dtype), (1, 2, 3, 4) if dtype == torch.float32 else (3, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("pack", REAL)
+def test_real_packs_scaled_down(ranks, pack, dtype):
+    check(
+        ranks,
+        Case(tuple((n + 255) // 256 for n in REAL[pack]), dtype),
+        (1, 2, 3, 4) if dtype == torch.float32 else (2, 4),
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_calls(ranks, kind):
+    case = Case(**{"lengths": (230, 55), **KINDS[kind]})
+    check(ranks, case, (4,) if case.pieces else (1, 3))
+
+
+def of_proxy_loss(group, case: Case):
+    context = case.context(group, torch.distributed.get_world_size(group))
+    tensors, _, _ = case.inputs()
+    x = {name: context.shard(t) for name, t in tensors.items()}
+    args = (x["q"], x["k"], x["v"], x["q_proxy"], x["k_proxy"], context, case.top_k)
+    indices = select(x["q_proxy"], x["k_proxy"], context, case.top_k, block_size=BLOCK) if case.top_k else None
+    _, lse = attention(*args, block_size=BLOCK, block_indices=indices, return_lse=True)
+    kl, dq, dk = proxy_loss(
+        x["q_proxy"], x["k_proxy"], x["q"], x["k"], lse, indices, context, block_size=BLOCK,
+        grad_kl=torch.tensor(GRAD_KL),
+    )  # fmt: skip
+    return {"kl": context.sum(kl), "dq_proxy": context.unshard(dq), "dk_proxy": context.unshard(dk)}
+
+
+@pytest.mark.parametrize("top_k", [0, TOP_K])
+def test_proxy_loss(ranks, top_k):
+    case = Case((230, 55), top_k=top_k, uses=("kl",))
+    expected = alone(case)
+    for answer in ranks.all(3, of_proxy_loss, case):
+        for name, value in answer.items():
+            torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=1e-4)
+
+
+# ---- Errors -------------------------------------------------------------------------------------------------------
+
+
+def call_with_error(group, kind: str):
+    rank = torch.distributed.get_rank(group)
+    case = Case((230, 55))
+    context = case.context(group, torch.distributed.get_world_size(group))
+    tensors, _, _ = case.inputs()
+    x = [context.shard(tensors[n]) for n in ("q", "k", "v", "q_proxy", "k_proxy")]
+    if rank == 1 and kind == "rows":
+        x[1] = x[1][:-1]
+    if rank == 1 and kind == "dtype":
+        x[2] = x[2].double()
+    if rank == 1 and kind == "plan":
+        context = Case((229, 56)).context(group, 3)
+        x = [context.shard(tensors[n]) for n in ("q", "k", "v", "q_proxy", "k_proxy")]
+    if rank == 1 and kind == "gradient":
+        x[0].requires_grad_()
+    top_k = 2 if rank == 1 and kind == "top_k" else TOP_K
+    if rank == 1 and kind == "caller":
+        context._check(lambda: int("no number"), (), ())
+    attention(*x, context, top_k, block_size=BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("rows", "k has shape"),
+        ("dtype", "v is torch.float64"),
+        ("plan", "another plan"),
+        ("gradient", "requires_grad"),
+        ("top_k", "option"),
+        ("caller", "no number"),
+    ],
+)
+def test_an_error_on_one_rank_is_told_by_all(ranks, kind, sentence):
+    for rank, answer in enumerate(ranks.run(3, call_with_error, kind)):
+        assert isinstance(answer, Failed), f"rank {rank} did not fail"
+        assert sentence in str(answer), f"rank {rank}: {answer}"
+        assert rank == 1 or "group" in str(answer)
+    assert ranks.all(3, spread, Case((230, 55)))  # and the group is still of use
+
+
+@pytest.mark.parametrize("world", [2, 5])
+def test_a_plan_for_another_group_is_refused(world):
+    plan = flashmsa.context_parallel.make_plan([0, 10], world)
+    with pytest.raises(ValueError, match=f"the plan is for {world} ranks and the group has 1"):
+        ContextParallel(plan)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (([1, 5], 2), "cu_seqlens is"),
+        (([0, 5, 3], 2), "must ascend"),
+        (([0, 5], 0), "world is 0"),
+        (([], 1), "cu_seqlens is"),
+    ],
+)
+def test_make_plan_refuses(arguments, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        flashmsa.context_parallel.make_plan(*arguments)
+
+
+# ---- The plan -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_row_has_one_owner(seed):
+    g = torch.Generator().manual_seed(seed)
+
+    def random(high):
+        return int(torch.randint(high, (), generator=g))
+
+    lengths = [random([1, 2, 200, 5000, 100000][random(5)]) for _ in range(random(40))]
+    cu, world = torch.tensor([0, *lengths]).cumsum(0).tolist(), 1 + random(40)
+    plan = flashmsa.context_parallel.make_plan(cu, world)
+    ends = [0] * len(lengths)
+    for piece in sorted((p for pieces in plan.pieces for p in pieces), key=lambda p: (p.document, p.begin)):
+        assert piece.begin == ends[piece.document] < piece.end
+        ends[piece.document] = piece.end
+    assert ends == lengths
+    # A rank's work is off by what its documents' cuts are rounded to tokens, and by what was not worth a cut.
+    most = max([plan.model.of_rows(n - 1, n) for n in lengths if n], default=0.0)
+    assert max(plan.work) <= sum(plan.work) / world * 1.011 + 4 * most
+
+
+@pytest.mark.parametrize("world", [2, 4, 8, 16, 64])
+@pytest.mark.parametrize("pack", REAL)
+def test_real_packs_are_balanced(pack, world):
+    plan = flashmsa.context_parallel.make_plan([0, *torch.tensor(REAL[pack]).cumsum(0).tolist()], world)
+    assert plan.imbalance < 1.01
+
+
+def test_short_documents_stay_whole():
+    plan = flashmsa.context_parallel.make_plan(list(range(0, 1601, 100)), 4)
+    assert plan.rows == (400,) * 4
+    assert not plan.shared_documents
+    assert not any(plan.shared_rows)
+
+
+def test_a_long_document_is_cut_in_mirrored_pairs():
+    plan = flashmsa.context_parallel.make_plan([0, 1 << 20], 8)
+    edges = sorted({edge for pieces in plan.pieces for p in pieces for edge in (p.begin, p.end)})
+    assert [len(pieces) for pieces in plan.pieces] == [2] * 7 + [1]
+    assert [(1 << 20) - edge for edge in reversed(edges)] == edges
