@@ -160,6 +160,42 @@ __device__ __forceinline__ void bulk_wait_complete() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(pending) : "memory");
 }
 
+/* Hints to L2 for the copies below that take one: what is read or written once may leave first, what others will read
+ * again soon should stay. */
+constexpr uint64_t l2_leave_first = 0x12f0000000000000ull, l2_stay = 0x14f0000000000000ull;
+
+__device__ __forceinline__ void tma_load_3d(uint32_t destination, const CUtensorMap *map, uint32_t barrier, int32_t c0,
+                                            int32_t c1, int32_t c2, uint64_t hint) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+                 "[%1, {%3, %4, %5}], [%2], %6;" ::"r"(destination),
+                 "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "l"(hint)
+                 : "memory");
+}
+
+__device__ __forceinline__ void tma_load_4d(uint32_t destination, const CUtensorMap *map, uint32_t barrier, int32_t c0,
+                                            int32_t c1, int32_t c2, int32_t c3, uint64_t hint) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+                 "[%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(destination),
+                 "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(hint)
+                 : "memory");
+}
+
+__device__ __forceinline__ void tma_store_4d(const CUtensorMap *map, uint32_t source, int32_t c0, int32_t c1,
+                                             int32_t c2, int32_t c3, uint64_t hint) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3, %4, %5}], [%1], "
+                 "%6;" ::"l"(map),
+                 "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(hint)
+                 : "memory");
+}
+
+__device__ __forceinline__ void bulk_load(uint32_t destination, const void *source, uint32_t bytes, uint32_t barrier,
+                                          uint64_t hint) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
+                 "[%3], %4;" ::"r"(destination),
+                 "l"(source), "r"(bytes), "r"(barrier), "l"(hint)
+                 : "memory");
+}
+
 /* ---- Warpgroups. ---- */
 
 /* The register budget of each thread of a warpgroup, a multiple of 8. All four warps call it. */
@@ -224,6 +260,13 @@ __device__ __forceinline__ void store_shared_16(uint32_t address, uint4 value) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x), "r"(value.y), "r"(value.z),
                  "r"(value.w)
                  : "memory");
+}
+
+/* log2(x) with an absolute error of about 2^-22; x of a subnormal or 0 is -inf. */
+__device__ __forceinline__ float log2_approx(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }
 
 /* Stores four 8x8 matrices of 16-bit elements (the layout of ldmatrix), or their transposes. */
