@@ -73,6 +73,8 @@ def make_model(
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             torch.nn.init.uniform_(parameter, -0.5, 1.5)
+    for attention in attentions(model):
+        attention.scaling *= 1.5
     return model.to(device, dtype).train()
 
 
@@ -276,6 +278,17 @@ def test_packed_documents_equal_each_alone(how: str, use_cache: bool, device: st
     assert error(logits, alone) < 2e-5
 
 
+def test_mask_function_of_packed_documents() -> None:
+    from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
+
+    documents = torch.tensor([[0, 0, 0, 1, 2, 2], [0, 1, 1, 1, 1, 1]])
+    function = and_masks(causal_mask_function, packed_sequence_mask_function(documents))
+    fragments = flashmsa.hf.flash_msa_mask(2, 6, 6, mask_function=function)
+    assert fragments[0, 0].tolist() == [[0, 3, 4, 6, 7], [3, 4, 6, 7, 12]] * 2
+    with pytest.raises(ValueError, match="both given"):
+        flashmsa.hf.flash_msa_mask(2, 6, 6, mask_function=function, attention_mask=torch.ones(2, 6, dtype=torch.bool))
+
+
 def test_mask_with_a_gap_is_refused() -> None:
     mask = torch.ones(1, 100, dtype=torch.long)
     mask[0, 50] = 0
@@ -289,11 +302,12 @@ def test_ready_made_mask_is_refused() -> None:
         twin(make_model())(tokens(1, 100), attention_mask=mask)
 
 
-def test_sliding_window_is_refused() -> None:
-    from transformers.masking_utils import sliding_window_causal_mask_function
+def test_masks_of_other_kinds_are_refused() -> None:
+    from transformers.masking_utils import bidirectional_mask_function, sliding_window_causal_mask_function
 
-    with pytest.raises(ValueError, match="a sliding window"):
-        flashmsa.hf.flash_msa_mask(1, 100, 100, mask_function=sliding_window_causal_mask_function(10))
+    for mask_function in (sliding_window_causal_mask_function(10), bidirectional_mask_function):
+        with pytest.raises(ValueError, match="a sliding window"):
+            flashmsa.hf.flash_msa_mask(1, 100, 100, mask_function=mask_function)
 
 
 def test_dropout_is_refused() -> None:
