@@ -31,7 +31,7 @@ _FUNCTIONS = (
     "flash_msa_warmup_func",
     "sparse_attention_warmup",
 )
-_MODULES = ("ops", "functional", "module", "hf")
+_MODULES = ("ops", "functional", "module", "hf", "context_parallel")
 
 __all__ = [
     "build_info",
