@@ -436,6 +436,30 @@ static void press_ctrl_c(int signal) {
     raise(SIGINT);
 }
 
+/* The file of --proxies as NumPy reads it: normed queries and keys, so that each has the length that its gain gives. */
+static void test_proxies(void **state) {
+    (void)state;
+    check_train(0, TINY "--steps 4 --proxies proxies.npy text.txt");
+    size_t count;
+    const char *file = read_file("proxies.npy", &count);
+    enum { LAYERS = 2, BATCH = 2, CONTEXT = 80, HEADS = 3, DIM = 4, HEADER = 128 };
+    const size_t numbers = LAYERS * BATCH * CONTEXT * HEADS * DIM;
+    assert_memory_equal(file, "\x93NUMPY\x01\x00", 8);
+    assert_int_equal((unsigned char)file[8], HEADER - 10);
+    assert_non_null(strstr(file + 10, "{'descr': '<f4', 'fortran_order': False, 'shape': (2, 2, 80, 3, 4), }"));
+    assert_int_equal(file[HEADER - 1], '\n');
+    assert_int_equal(count, HEADER + numbers * sizeof(float));
+    for (size_t row = 0; row < numbers / DIM; row++) {
+        float x[DIM], square = 0;
+        memcpy(x, file + HEADER + row * sizeof x, sizeof x);
+        for (int i = 0; i < DIM; i++)
+            square += x[i] * x[i] / DIM;
+        assert_true(fabsf(square - 1) < 0.1f);
+    }
+    check_train(1, TINY "--attention dense --steps 4 --proxies proxies.npy text.txt");
+    check_output("--attention dense there are none");
+}
+
 static void test_ctrl_c(void **state) {
     (void)state;
     struct sigaction action = {.sa_handler = press_ctrl_c, .sa_flags = SA_RESTART}, kept;
@@ -545,6 +569,7 @@ int main(void) {
         IN_FOLDER(test_comparison),
         IN_FOLDER(test_training_learns),
         IN_FOLDER(test_csv_and_picture),
+        IN_FOLDER(test_proxies),
         IN_FOLDER(test_ctrl_c),
         IN_FOLDER(test_damaged_checkpoints),
         IN_FOLDER(test_resume_refuses_other_settings),

@@ -35,6 +35,8 @@ static const option table[] = {
      "go on from a checkpoint; with --compare, from the folder of an interrupted comparison"},
     {"--stop-after", "N", KIND_INT64, OPTION(stop_after),
      "stop after N steps in all as Ctrl-C does, with a checkpoint to go on from"},
+    {"--proxies", "FILE", KIND_TEXT, OPTION(proxies),
+     "in the end, write the proxies' queries and keys for a batch of the validation text (.npy)"},
     {"--eval-every", "N", KIND_INT64, SETTING(evaluate_every),
      "steps between evaluations and checkpoints (default: a tenth of the steps, at least 5)"},
     {"--seed", "N", KIND_INT64, SETTING(seed), "of the weights and the batches (default 1)"},

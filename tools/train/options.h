@@ -13,7 +13,8 @@ typedef struct train_options {
     int32_t threads;         /* 0: all */
     int64_t stop_after;      /* 0: train to the end */
     const char *out;
-    const char *resume; /* NULL: start afresh */
+    const char *resume;  /* NULL: start afresh */
+    const char *proxies; /* NULL: not written */
     bool compare;
     bool no_blas;
     bool help;

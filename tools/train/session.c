@@ -10,6 +10,7 @@
 #include "files.h"
 #include "gemm.h"
 #include "interrupt.h"
+#include "proxies.h"
 #include "threads.h"
 
 enum { PATH_BYTES = 4096 };
@@ -90,6 +91,9 @@ bool session_open(session *s, const train_options *options) {
     const double begin = fmsa_tool_seconds();
     *s = (session){.options = options};
     if (!open_settings(s)) return false;
+    if (options->proxies != NULL && s->settings.dense && !options->compare) {
+        return train_fail("--proxies was given, but with --attention dense there are none; leave one of them out");
+    }
     if (!make_folder(options->out)) return false;
     if (!corpus_open(&s->corpus, options->paths, options->path_count, s->settings.shape.context)) return false;
     model model;
@@ -283,7 +287,9 @@ static outcome train_to_end(session *s) {
         if (!train_one_step(s, r)) return OUTCOME_FAILED;
         if (is_last_run(s, r)) plan_again(s);
     }
-    return save(s) ? OUTCOME_COMPLETE : OUTCOME_FAILED;
+    if (!save(s)) return OUTCOME_FAILED;
+    const char *proxies = s->options->proxies;
+    return proxies == NULL || proxies_write(proxies, &s->runs[s->run_count - 1]) ? OUTCOME_COMPLETE : OUTCOME_FAILED;
 }
 
 /* A fresh comparison must not leave the other run's old checkpoint for a later resume to find. */
