@@ -100,7 +100,7 @@ def selection(kind, proxy_heads, tokens, top_k, block=128, seed=0):
             preference.scatter_add_(1, shared.indices, torch.where(shared.values >= 0, 1.0, 0.0))
             preference[:, 0] = torch.where(rand(tokens) < 0.99, 3.0, preference[:, 0])
         preference = preference.masked_fill(torch.arange(blocks, device="cuda") > local[:, None], -1)
-        preference.scatter_(1, local[:, None].long(), 4.0)
+        preference.scatter_(1, local[:, None].long(), float("inf"))
         best = preference.topk(min(top_k, blocks), 1)
         chosen = best.indices.masked_fill(best.values < 0, blocks).sort(1).values
         chosen = chosen.masked_fill(chosen == blocks, -1).int()
