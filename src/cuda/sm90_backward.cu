@@ -30,6 +30,7 @@ struct scratch {
     float *dk, *dv;
     int32_t *key_turns;
     size_t key_turn_bytes;
+    int32_t *dq_turns; /* dense mode */
     void *proxy;
     int32_t *counts;
     fmsa_cuda_item *items;
@@ -47,6 +48,10 @@ static int64_t key_sum_count(const fmsa_problem *problem) {
 
 static size_t dq_row_bytes(const fmsa_problem *problem, const plan &plan) {
     return size_t(plan.half_sums ? 2 : 4) * problem->config.num_heads * problem->config.head_dim * plan.dq_terms;
+}
+
+static size_t dq_turns_row_bytes(const fmsa_problem *problem) {
+    return in_order(problem) && is_dense(problem) ? sizeof(int32_t) * 4 * problem->units : 0;
 }
 
 static dense_group make_group(const fmsa_problem *problem, const plan &plan, int64_t row_begin, int32_t first_block) {
@@ -89,6 +94,8 @@ static scratch take_scratch(const fmsa_problem *problem, const plan &plan, void 
         s.items = static_cast<fmsa_cuda_item *>(take(max_dense_items(problem, group), sizeof(fmsa_cuda_item)));
     }
     s.dq = take(plan.rows, dq_row_bytes(problem, plan));
+    if (dq_turns_row_bytes(problem) > 0)
+        s.dq_turns = static_cast<int32_t *>(take(plan.rows, dq_turns_row_bytes(problem)));
     if (plan.with_teacher) {
         s.proxy = take(fmsa_sm90_proxy_bytes(problem), 1);
         s.group = take(fmsa_sm90_proxy_group_bytes(problem, plan.rows, plan.places, plan.planes), 1);
@@ -145,35 +152,62 @@ static fmsa_status make_plan(const fmsa_problem *problem, bool with_teacher, pla
 
 /* ---- Tensor maps. ---- */
 
-/* [D, heads, rows], and boxes of 64 columns, box_heads and box_rows. */
-static fmsa_status map_rows(const fmsa_problem *problem, CUtensorMap *map, const fmsa_tensor &tensor, int32_t heads,
-                            int64_t rows, int32_t box_heads, int32_t box_rows) {
-    const fmsa_config *c = &problem->config;
+static fmsa_tensor_map_shape map_shape(const fmsa_problem *problem, int32_t rank) {
     fmsa_tensor_map_shape shape = {};
-    shape.type = c->dtype == FMSA_DTYPE_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    shape.type =
+        problem->config.dtype == FMSA_DTYPE_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     shape.element_bytes = 2;
-    shape.rank = 3;
-    shape.size[0] = c->head_dim;
-    shape.size[1] = heads;
-    shape.size[2] = rows;
+    shape.rank = rank;
+    shape.box[0] = 64;
+    shape.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+    return shape;
+}
+
+static fmsa_status map_keys(const fmsa_problem *problem, CUtensorMap *map, const fmsa_tensor &tensor) {
+    fmsa_tensor_map_shape shape = map_shape(problem, 3);
+    shape.size[0] = problem->config.head_dim;
+    shape.size[1] = problem->config.num_kv_heads;
+    shape.size[2] = problem->config.total_k;
     shape.stride[1] = tensor.head_stride;
     shape.stride[2] = tensor.row_stride;
-    shape.box[0] = 64;
-    shape.box[1] = box_heads;
-    shape.box[2] = box_rows;
-    shape.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+    shape.box[1] = 1;
+    shape.box[2] = backward_keys;
+    return fmsa_tensor_map(map, tensor.data, &shape);
+}
+
+/* A row's heads in groups of eight. */
+static fmsa_status map_rows(const fmsa_problem *problem, CUtensorMap *map, const fmsa_tensor &tensor, int32_t tokens) {
+    const fmsa_config *c = &problem->config;
+    fmsa_tensor_map_shape shape = map_shape(problem, 5);
+    shape.size[0] = 64;
+    shape.size[1] = 8;
+    shape.size[2] = c->head_dim / 64;
+    shape.size[3] = c->num_heads / 8;
+    shape.size[4] = c->total_q;
+    shape.stride[1] = tensor.head_stride;
+    shape.stride[2] = 64;
+    shape.stride[3] = 8 * tensor.head_stride;
+    shape.stride[4] = tensor.row_stride;
+    shape.box[1] = 8;
+    shape.box[2] = c->head_dim / 64;
+    shape.box[3] = problem->unit_heads / 8;
+    shape.box[4] = tokens;
     return fmsa_tensor_map(map, tensor.data, &shape);
 }
 
 static fmsa_status make_maps(const fmsa_problem *problem, const fmsa_tensors *t, backward_parameters *p) {
-    const fmsa_config *c = &problem->config;
-    const int32_t heads = problem->unit_heads;
-    FMSA_TRY(map_rows(problem, &p->q_token, t->q, c->num_heads, c->total_q, heads, 1));
-    FMSA_TRY(map_rows(problem, &p->dout_token, t->dout, c->num_heads, c->total_q, heads, 1));
-    FMSA_TRY(map_rows(problem, &p->q_tile, t->q, c->num_heads, c->total_q, heads, p->tile_tokens));
-    FMSA_TRY(map_rows(problem, &p->dout_tile, t->dout, c->num_heads, c->total_q, heads, p->tile_tokens));
-    FMSA_TRY(map_rows(problem, &p->k, t->k, c->num_kv_heads, c->total_k, 1, backward_keys));
-    return map_rows(problem, &p->v, t->v, c->num_kv_heads, c->total_k, 1, backward_keys);
+    FMSA_TRY(map_keys(problem, &p->k, t->k));
+    FMSA_TRY(map_keys(problem, &p->v, t->v));
+    p->gathered = problem->unit_heads % 8 != 0;
+    if (p->gathered) {
+        p->q = {t->q.data, t->q.row_stride, t->q.head_stride};
+        p->dout = {t->dout.data, t->dout.row_stride, t->dout.head_stride};
+        return FMSA_OK;
+    }
+    FMSA_TRY(map_rows(problem, &p->q_token, t->q, 1));
+    FMSA_TRY(map_rows(problem, &p->dout_token, t->dout, 1));
+    FMSA_TRY(map_rows(problem, &p->q_tile, t->q, p->tile_tokens));
+    return map_rows(problem, &p->dout_tile, t->dout, p->tile_tokens);
 }
 
 /* ---- The pass. ---- */
@@ -209,6 +243,7 @@ static fmsa_status make_parameters(const fmsa_problem *problem, const fmsa_tenso
     p->rows = scratch.rows;
     p->dq = t->dq.data == nullptr ? nullptr : scratch.dq;
     p->dq_terms = plan.dq_terms;
+    p->dq_turns = scratch.dq_turns;
     p->dk = t->dk.data == nullptr ? nullptr : scratch.dk;
     p->dv = t->dv.data == nullptr ? nullptr : scratch.dv;
     p->sum_heads = key_sum_heads(problem);
@@ -278,9 +313,10 @@ static fmsa_status run_chunk(const pass &pass, const backward_parameters &p, int
     const fmsa_problem *problem = pass.problem;
     const int64_t blocks = pass.found.dense && problem->max_fragment_blocks > 0 ? problem->max_fragment_blocks : 1;
     const dense_group first = make_group(problem, pass.plan, row_begin, 0);
+    const size_t rows = first.row_end - first.row_begin;
     if (p.dq != nullptr && p.dq_terms == 1) {
-        const size_t bytes = (first.row_end - first.row_begin) * dq_row_bytes(problem, pass.plan);
-        FMSA_TRY(clear(p.dq, bytes, pass.stream));
+        FMSA_TRY(clear(p.dq, rows * dq_row_bytes(problem, pass.plan), pass.stream));
+        FMSA_TRY(clear(p.dq_turns, rows * dq_turns_row_bytes(problem), pass.stream));
     }
     for (int64_t block = 0; block < blocks; block += pass.plan.places) {
         const dense_group group = make_group(problem, pass.plan, row_begin, static_cast<int32_t>(block));
@@ -352,12 +388,10 @@ static bool wants_proxy(const fmsa_tensors *t) {
 
 using namespace fmsa;
 
-/* In dense mode the order in which the blocks of a row add to its dQ is not fixed here. */
 bool fmsa_sm90_takes_backward(const fmsa_problem *problem) {
     const fmsa_config *c = &problem->config;
     const bool half = c->dtype == FMSA_DTYPE_BF16 || c->dtype == FMSA_DTYPE_FP16;
-    return half && c->block_size == backward_keys && problem->unit_heads <= backward_rows &&
-           !(is_dense(problem) && in_order(problem));
+    return half && c->block_size == backward_keys && problem->unit_heads <= backward_rows;
 }
 
 fmsa_status fmsa_sm90_backward_workspace_bytes(const fmsa_problem *problem, size_t *bytes) {

@@ -31,10 +31,19 @@ struct row_values {
 template <int D, bool half_sums>
 constexpr int dq_piece_columns = half_sums ? D : 64;
 
+/* A tensor of rows of 16-bit elements. */
+struct row_view {
+    const void *data;
+    int64_t row_stride, head_stride;
+};
+
 struct backward_parameters {
-    CUtensorMap q_token, dout_token; /* one token of a unit: boxes {64, unit_heads, 1} of [D, Hq, Tq] */
-    CUtensorMap q_tile, dout_tile;   /* dense mode: neighbouring tokens, boxes {64, unit_heads, tile_tokens} */
-    CUtensorMap k, v;                /* boxes {64, 1, 128} of [D, Hkv, Tk] */
+    /* Not gathered: [64, 8, D / 64, Hq / 8, Tq], so that heads come in groups of eight; boxes of one token of a unit,
+     * {64, 8, D / 64, unit_heads / 8, 1}, and for neighbouring tokens of tile_tokens of them. */
+    CUtensorMap q_token, dout_token, q_tile, dout_tile;
+    CUtensorMap k, v; /* [D, Hkv, Tk], boxes {64, 1, 128} */
+    bool gathered;    /* unit_heads is no multiple of 8: rows are copied one by one */
+    row_view q, dout; /* gathered */
 
     /* Work: items item_range[0] ... item_range[1] - 1, claimed in order through *ticket. In dense mode (edge_row NULL)
      * an item's edges are the neighbouring query rows edge_begin, edge_begin + 1, ... */
@@ -55,7 +64,10 @@ struct backward_parameters {
     row_values rows;
 
     void *dq;         /* NULL, or the sums */
-    int32_t dq_terms; /* 1: terms add up in any order; else each slot has its own */
+    int32_t dq_terms; /* 1: terms add up; else each slot has its own */
+    /* NULL: terms add up in any order. Or, for fp32 sums in dense mode, [rows of the chunk][units][4], 0 at first: at
+     * the first row of each tile one more than the number of the last block added. */
+    int32_t *dq_turns;
 
     float *dk, *dv;     /* NULL, or fp32 sums [Tk][key_sum_heads][D] as work.cuh has them */
     int32_t sum_heads;  /* key heads, or units where each has sums of its own */

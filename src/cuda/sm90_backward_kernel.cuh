@@ -7,14 +7,20 @@
  * crosses shared memory, for dQ = dS K, which needs all keys.
  *
  * Warp roles, 512 threads:
- *   warpgroup 0, warp 0: producer. Claims items, gathers the tokens of each tile (one box of the TMA for each token and
- *     64 columns, lse and delta by cp.async), K and V once an item. Padding tokens are token total_q: the TMA reads
- *     zeros there, and lse is +inf, so P and dS are 0.
+ *   warpgroup 0, warp 0: finder. Claims items and writes the tokens of their tiles into a ring, up to eight tiles
+ * ahead. warpgroup 0, warp 1: loader. Brings the rows of each tile: Q and dO by the TMA, one box a token (or one a tile
+ * where dense mode's tokens are neighbours), lse and delta by cp.async; and K and V, once an item. Where unit_heads is
+ * no multiple of 8, warps 1 to 3 copy Q and dO by cp.async instead. Padding tokens are token total_q: they are read as
+ *     zeros, and their lse is +inf, so P and dS are 0.
  *   warpgroups 1 and 2: 64 keys each. All products but dQ; dK and dV stay in registers over the item and are added to
  *     fp32 sums at its end, in the order of the items where key_turns says so.
  *   warpgroup 3: dQ. Each warp stages its 16 rows and adds them to the sums by bulk reductions, one a token and piece.
- * Barriers, per stage: q_full (Q, lse, delta, limits), dout_full, empty (the eight main warps); per dS buffer: ds_full
- * (main warps), ds_empty (dQ warps); per item: kv_full, kv_empty (main and dQ warps).
+ * Barriers: per place in the ring tokens_full (finder) and tokens_empty (main and dQ warps); per stage q_full (Q, lse,
+ * delta, limits), dout_full, empty (main warps); per dS buffer ds_full (main warps), ds_empty (dQ warps); per item
+ * kv_full, kv_empty (main and dQ warps).
+ *
+ * Rows lie in shared memory in groups of eight, [group][64 columns][row][128 bytes swizzled]: so one box of the TMA
+ * brings all columns of a token.
  *
  * Teacher: the sum of P over the heads of a token is one more product, P^T by a matrix of ones that says which row is
  * which token's: any number of heads, and it costs a few clocks of the tensor cores.
@@ -33,19 +39,12 @@ namespace backward {
 
 constexpr int threads = 512, stages = 3, ds_buffers = 2;
 constexpr int warpgroup = 128, main_warps = 8, dq_warps = 4;
-/* Tiles whose tokens are known to the dQ warps: the producer is at most six tiles ahead of them. */
-constexpr int ring = 8;
+constexpr int ring = 8; /* tiles whose tokens are known */
 
 /* What comes with a stage. */
 struct alignas(16) stage_rows {
     float lse[backward_rows], delta[backward_rows];
     int32_t limit[backward_rows]; /* last key of the block that the row sees; 127 and more: all */
-};
-
-struct tile_tokens {
-    int32_t row[backward_rows];   /* total_q: none */
-    int32_t place[backward_rows]; /* slot of the block in the row, or in dense mode its number in the group */
-    int32_t limit[backward_rows];
 };
 
 struct item_state {
@@ -58,11 +57,20 @@ struct item_state {
     int32_t turn_begin, turn_end; /* edges of the block's list before the item's, and with them */
 };
 
+struct tile_tokens {
+    int32_t row[backward_rows];   /* total_q: none */
+    int32_t place[backward_rows]; /* slot of the block in the row, or in dense mode its number in the group */
+    int32_t limit[backward_rows]; /* last key of the block that the token sees; 127 and more: all */
+    item_state item;
+    int32_t number; /* of the tile in the item */
+    int32_t whole;  /* whether all are neighbouring tokens */
+};
+
 template <int D, bool half_sums>
 struct shared_memory_of {
     static constexpr int halves = D / 64; /* 64 columns of 16 bits are the width of the swizzle */
-    static constexpr uint32_t key_half = backward_keys * 128, row_half = backward_rows * 128;
-    static constexpr uint32_t key_bytes = halves * key_half, row_bytes = halves * row_half;
+    static constexpr uint32_t key_half = backward_keys * 128, key_bytes = halves * key_half;
+    static constexpr uint32_t row_half = 1024, row_group = halves * row_half, row_bytes = backward_rows / 8 * row_group;
     static constexpr uint32_t ds_half = backward_rows * 128, ds_bytes = 2 * ds_half;
     static constexpr uint32_t piece_bytes = half_sums ? D * 2 : 256, warp_staging = 16 * piece_bytes;
 
@@ -73,44 +81,49 @@ struct shared_memory_of {
 };
 
 struct shared_state {
+    uint64_t tokens_full[ring], tokens_empty[ring];
     uint64_t q_full[stages], dout_full[stages], empty[stages];
     uint64_t ds_full[ds_buffers], ds_empty[ds_buffers], kv_full, kv_empty;
-    item_state item, next;  /* in work; and the one whose rows are being loaded */
+    item_state item, next;  /* in work; and the one whose tokens are being found */
     int32_t masked[stages]; /* whether some row of the stage does not see all keys */
     stage_rows rows[stages];
     tile_tokens tokens[ring];
 };
 
-/* How far a warp has come: the tile and its stage, and the parities of the passes through the stages and of the items.
- * The latter is the top bit of `count`, whose low bits number the tiles: registers are short. */
+/* How far a warp has come: the number of the tile, and in the top bit the parity of the items. One register: they are
+ * short. */
 struct progress {
-    int32_t stage = 0;
-    uint32_t stage_parity;
-    uint32_t count;
+    uint32_t bits = 0;
 
-    __device__ __forceinline__ explicit progress(uint32_t parity) : stage_parity(parity), count(parity << 31) {
+    __device__ __forceinline__ uint32_t count() const {
+        return bits & 0x7fffffff;
     }
     __device__ __forceinline__ void end_tile() {
-        count++;
-        if (++stage == stages) {
-            stage = 0;
-            stage_parity ^= 1;
-        }
+        bits++;
     }
     __device__ __forceinline__ void end_item() {
-        count ^= 1u << 31;
+        bits ^= 1u << 31;
     }
     __device__ __forceinline__ uint32_t item_parity() const {
-        return count >> 31;
+        return bits >> 31;
+    }
+    __device__ __forceinline__ uint32_t stage() const {
+        return count() % stages;
+    }
+    __device__ __forceinline__ uint32_t stage_parity() const {
+        return count() / stages & 1;
     }
     __device__ __forceinline__ uint32_t ds_buffer() const {
-        return count % ds_buffers;
+        return bits % ds_buffers;
     }
     __device__ __forceinline__ uint32_t ds_parity() const {
-        return count / ds_buffers & 1;
+        return bits / ds_buffers & 1;
     }
     __device__ __forceinline__ uint32_t ring_place() const {
-        return count % ring;
+        return bits % ring;
+    }
+    __device__ __forceinline__ uint32_t ring_parity() const {
+        return bits / ring & 1;
     }
 };
 
@@ -126,7 +139,7 @@ __device__ __forceinline__ uint64_t describe(uint32_t low) {
     return high | (low + (leading >> 4 << 16));
 }
 
-/* ---- Producer. One warp. ---- */
+/* ---- Finder. One warp. ---- */
 
 /* The first of an item's ascending rows that is not below row. */
 __device__ __forceinline__ int32_t first_edge(const int32_t *rows, int32_t count, int32_t row) {
@@ -150,119 +163,53 @@ __device__ __forceinline__ void cut_to_chunk(const backward_parameters &a, item_
     __syncwarp();
 }
 
-/* Finds the tokens of a tile, and the padding behind them. Whether all are neighbouring tokens of dense mode. */
-__device__ __forceinline__ bool find_tokens(const backward_parameters &a, tile_tokens &tokens, const item_state &item,
-                                            int32_t first) {
-    bool whole = a.edge_row == nullptr;
-#pragma unroll 1
-    for (int32_t i = threadIdx.x & 31; i <= a.tile_tokens && i < backward_rows; i += 32) {
-        int32_t row = a.total_q, limit = backward_keys, place = item.block_number - a.first_place;
-        if (i < a.tile_tokens && first + i < item.edge_count) {
-            const int64_t edge = item.edge_begin + first + i;
-            row = a.edge_row == nullptr ? static_cast<int32_t>(edge) : a.edge_row[edge];
-            if (a.edge_slot != nullptr) place = a.edge_slot[edge];
-            limit = a.row_position[row] - item.block_number * backward_keys;
-            if (limit < 0) row = a.total_q;
-        }
-        if (i < a.tile_tokens && row == a.total_q) whole = false;
-        tokens.row[i] = row;
-        tokens.place[i] = place;
-        tokens.limit[i] = limit;
-    }
-    return __all_sync(0xffffffffu, whole);
-}
-
-template <int D, bool half_sums>
-struct producer {
-    using layout = shared_memory_of<D, half_sums>;
+struct finder {
     const backward_parameters &a;
     shared_state &shared;
-    uint32_t base;
     progress at;
 
-    __device__ __forceinline__ producer(const backward_parameters &parameters, shared_state &state, uint32_t base)
-        : a(parameters), shared(state), base(base), at(1) {
+    __device__ __forceinline__ finder(const backward_parameters &parameters, shared_state &state)
+        : a(parameters), shared(state) {
     }
 
     __device__ __forceinline__ static int lane() {
         return threadIdx.x & 31;
     }
 
-    /* lse, delta and limit of the tile's rows. Whether some row does not see all keys. */
-    __device__ __forceinline__ bool load_row_values(const tile_tokens &tokens, int32_t first_head) {
-        stage_rows &rows = shared.rows[at.stage];
-        bool masked = false;
+    /* The tokens of a tile, and the padding behind them. Whether all are neighbouring tokens of dense mode. */
+    __device__ __forceinline__ bool find_tokens(tile_tokens &tokens, const item_state &item, int32_t first) {
+        bool whole = a.edge_row == nullptr;
 #pragma unroll 1
-        for (int32_t r = lane(); r < backward_rows; r += 32) {
-            const int32_t token = token_of(a, r), limit = tokens.limit[token];
-            const int64_t from = int64_t(tokens.row[token]) * a.heads + first_head + r - token * a.unit_heads;
-            cp_async_4(shared_address(&rows.lse[r]), a.rows.lse + from, true);
-            cp_async_4(shared_address(&rows.delta[r]), a.rows.delta + from, true);
-            rows.limit[r] = limit;
-            masked |= limit < backward_keys - 1;
-        }
-        return __any_sync(0xffffffffu, masked);
-    }
-
-    __device__ __forceinline__ void load_rows(const tile_tokens &tokens, int32_t first_head, bool whole) {
-        const uint32_t q_full = shared_address(&shared.q_full[at.stage]);
-        const uint32_t dout_full = shared_address(&shared.dout_full[at.stage]);
-        const uint32_t stage = base + layout::q + at.stage * layout::row_bytes;
-        constexpr uint32_t to_dout = layout::dout - layout::q;
-        const int32_t boxes = (whole ? 1 : a.tile_tokens) * layout::halves;
-#pragma unroll 1
-        for (int32_t i = lane(); i < boxes; i += 32) {
-            const int32_t token = i / layout::halves, half = i % layout::halves, row = tokens.row[token];
-            const uint32_t to = stage + half * layout::row_half + token * a.unit_heads * 128;
-            tma_load_3d(to, whole ? &a.q_tile : &a.q_token, q_full, 64 * half, first_head, row);
-            tma_load_3d(to + to_dout, whole ? &a.dout_tile : &a.dout_token, dout_full, 64 * half, first_head, row);
-        }
-    }
-
-    /* Hands shared.next to the other warps, with its K and V. */
-    __device__ __forceinline__ void load_keys() {
-        barrier_wait(shared_address(&shared.kv_empty), at.item_parity());
-        at.end_item();
-        if (lane() == 0) {
-            shared.item = shared.next;
-            const uint32_t full = shared_address(&shared.kv_full);
-            const int32_t head = shared.next.unit / a.units_per_key_head, row = shared.next.key_row;
-            barrier_arrive_expect(full, 2 * layout::key_bytes);
-#pragma unroll
-            for (int half = 0; half < layout::halves; half++) {
-                const uint32_t to = base + half * layout::key_half;
-                tma_load_3d(to + layout::k, &a.k, full, 64 * half, head, row);
-                tma_load_3d(to + layout::v, &a.v, full, 64 * half, head, row);
+        for (int32_t i = lane(); i <= a.tile_tokens && i < backward_rows; i += 32) {
+            int32_t row = a.total_q, limit = backward_keys, place = item.block_number - a.first_place;
+            if (i < a.tile_tokens && first + i < item.edge_count) {
+                const int64_t edge = item.edge_begin + first + i;
+                row = a.edge_row == nullptr ? static_cast<int32_t>(edge) : a.edge_row[edge];
+                if (a.edge_slot != nullptr) place = a.edge_slot[edge];
+                limit = a.row_position[row] - item.block_number * backward_keys;
+                if (limit < 0) row = a.total_q;
             }
+            if (i < a.tile_tokens && row == a.total_q) whole = false;
+            tokens.row[i] = row;
+            tokens.place[i] = place;
+            tokens.limit[i] = limit;
+        }
+        return __all_sync(0xffffffffu, whole);
+    }
+
+    /* Tile number t of shared.next into the ring. */
+    __device__ __forceinline__ void leave_tile(int32_t t) {
+        tile_tokens &tokens = shared.tokens[at.ring_place()];
+        barrier_wait(shared_address(&shared.tokens_empty[at.ring_place()]), at.ring_parity() ^ 1);
+        const bool whole = find_tokens(tokens, shared.next, t * a.tile_tokens);
+        if (lane() == 0) {
+            tokens.item = shared.next;
+            tokens.number = t;
+            tokens.whole = whole;
         }
         __syncwarp();
-    }
-
-    /* The tiles of shared.next. */
-    __device__ __forceinline__ void load_item() {
-        const item_state &item = shared.next;
-        const uint32_t row_bytes = a.tile_tokens * a.unit_heads * D * 2;
-#pragma unroll 1
-        for (int32_t t = 0; t < item.tiles; t++) {
-            tile_tokens &tokens = shared.tokens[at.ring_place()];
-            const bool whole = find_tokens(a, tokens, item, t * a.tile_tokens);
-            __syncwarp();
-            barrier_wait(shared_address(&shared.empty[at.stage]), at.stage_parity);
-            const bool masked = load_row_values(tokens, item.unit * a.unit_heads);
-            const uint32_t q_full = shared_address(&shared.q_full[at.stage]);
-            if (lane() == 0) {
-                shared.masked[at.stage] = masked;
-                barrier_arrive_expect(q_full, row_bytes);
-                barrier_arrive_expect(shared_address(&shared.dout_full[at.stage]), row_bytes);
-            }
-            __syncwarp();
-            barrier_arrive_after_copies(q_full);
-            load_rows(tokens, item.unit * a.unit_heads, whole);
-            __syncwarp();
-            at.end_tile();
-            /* Q and dO of the first tiles are under way before the wait for the last item's K and V. */
-            if (t == min(stages, item.tiles) - 1) load_keys();
-        }
+        if (lane() == 0) barrier_arrive(shared_address(&shared.tokens_full[at.ring_place()]));
+        at.end_tile();
     }
 
     __device__ __forceinline__ int32_t claim() {
@@ -288,8 +235,9 @@ struct producer {
         if (lane() == 0) {
             const int64_t list = a.edge_row == nullptr ? a.block_q_begin[next.block]
                                                        : a.list_begin[item->proxy_head * a.max_blocks + next.block];
-            next.turn_begin = static_cast<int32_t>(next.edge_begin - list);
-            next.turn_end = next.turn_begin + next.edge_count;
+            /* In dense mode the first tile may begin before the block's rows. */
+            next.turn_begin = max(static_cast<int32_t>(next.edge_begin - list), 0);
+            next.turn_end = static_cast<int32_t>(next.edge_begin - list) + next.edge_count;
             next.tiles = (next.edge_count + a.tile_tokens - 1) / a.tile_tokens;
             next.block_number = a.block_number[next.block];
             next.key_row = a.block_k_begin[next.block];
@@ -302,8 +250,11 @@ struct producer {
         for (int32_t number = claim(); number < a.item_range[1];) {
             take(number);
             number = claim();
+#pragma unroll 1
             for (int32_t i = 0; i < a.units_per_proxy_head; i++) {
-                load_item();
+#pragma unroll 1
+                for (int32_t t = 0; t < shared.next.tiles; t++)
+                    leave_tile(t);
                 if (lane() == 0) {
                     shared.next.unit++;
                     shared.next.teacher += a.teacher_plane;
@@ -311,7 +262,139 @@ struct producer {
                 __syncwarp();
             }
         }
-        barrier_wait(shared_address(&shared.kv_empty), at.item_parity());
+        if (lane() == 0) {
+            shared.next.tiles = 0;
+            shared.next.edge_count = 0;
+        }
+        __syncwarp();
+        leave_tile(0);
+    }
+};
+
+/* ---- Loader. One warp; three where rows are gathered by cp.async. ---- */
+
+template <typename T, int D, bool half_sums>
+struct loader {
+    using layout = shared_memory_of<D, half_sums>;
+    const backward_parameters &a;
+    shared_state &shared;
+    uint32_t base;
+    progress at;
+
+    __device__ __forceinline__ loader(const backward_parameters &parameters, shared_state &state, uint32_t base)
+        : a(parameters), shared(state), base(base) {
+    }
+
+    __device__ __forceinline__ static int lane() {
+        return threadIdx.x & 31;
+    }
+    __device__ __forceinline__ static int warp() {
+        return threadIdx.x / 32;
+    }
+
+    /* lse, delta and limit of the tile's rows. Whether some row does not see all keys. */
+    __device__ __forceinline__ bool load_row_values(const tile_tokens &tokens) {
+        stage_rows &rows = shared.rows[at.stage()];
+        bool masked = false;
+#pragma unroll 1
+        for (int32_t r = lane(); r < backward_rows; r += 32) {
+            const int32_t token = token_of(a, r), limit = tokens.limit[token];
+            const int32_t head = tokens.item.unit * a.unit_heads + r - token * a.unit_heads;
+            const int64_t from = int64_t(tokens.row[token]) * a.heads + head;
+            cp_async_4(shared_address(&rows.lse[r]), a.rows.lse + from, true);
+            cp_async_4(shared_address(&rows.delta[r]), a.rows.delta + from, true);
+            rows.limit[r] = limit;
+            masked |= limit < backward_keys - 1;
+        }
+        return __any_sync(0xffffffffu, masked);
+    }
+
+    /* Q and dO by the TMA: boxes of a token, or of the tile. */
+    __device__ __forceinline__ void load_boxes(const tile_tokens &tokens, uint32_t to) {
+        const uint32_t q_full = shared_address(&shared.q_full[at.stage()]);
+        const uint32_t dout_full = shared_address(&shared.dout_full[at.stage()]);
+        const bool whole = tokens.whole;
+        const int32_t groups = a.unit_heads / 8, group = tokens.item.unit * groups;
+        for (int32_t i = lane(); i < (whole ? 1 : a.tile_tokens); i += 32) {
+            const uint32_t q = to + i * groups * layout::row_group, dout = q + layout::dout - layout::q;
+            const int32_t row = tokens.row[i];
+            tma_load_5d(q, whole ? &a.q_tile : &a.q_token, q_full, 0, 0, 0, group, row);
+            tma_load_5d(dout, whole ? &a.dout_tile : &a.dout_token, dout_full, 0, 0, 0, group, row);
+        }
+    }
+
+    /* This warp's share of the rows of Q or dO by cp.async. */
+    __device__ __forceinline__ void copy_rows(const tile_tokens &tokens, const row_view &from, uint32_t to) {
+        constexpr int chunks = D / 8, rows = 32 / chunks; /* 16 bytes a lane */
+#pragma unroll 1
+        for (int32_t r = (warp() - 1) * rows + lane() / chunks; r < backward_rows; r += 3 * rows) {
+            const int32_t token = token_of(a, r), row = tokens.row[token], chunk = lane() % chunks;
+            const int32_t head = tokens.item.unit * a.unit_heads + r - token * a.unit_heads;
+            const bool there = row < a.total_q;
+            const T *source = static_cast<const T *>(from.data) + (there ? row : 0) * from.row_stride +
+                              (there ? head : 0) * from.head_stride + 8 * chunk;
+            const uint32_t place = r / 8 * layout::row_group + chunk / 8 * layout::row_half + r % 8 * 128;
+            cp_async_16(to + place + (chunk % 8 ^ r % 8) * 16, source, there);
+        }
+    }
+
+    __device__ __forceinline__ void load_keys(const item_state &item) {
+        barrier_wait(shared_address(&shared.kv_empty), at.item_parity() ^ 1);
+        at.end_item();
+        if (lane() == 0) {
+            shared.item = item;
+            const uint32_t full = shared_address(&shared.kv_full);
+            const int32_t head = item.unit / a.units_per_key_head;
+            barrier_arrive_expect(full, 2 * layout::key_bytes);
+#pragma unroll
+            for (int half = 0; half < layout::halves; half++) {
+                const uint32_t to = base + half * layout::key_half;
+                tma_load_3d(to + layout::k, &a.k, full, 64 * half, head, item.key_row);
+                tma_load_3d(to + layout::v, &a.v, full, 64 * half, head, item.key_row);
+            }
+        }
+        __syncwarp();
+    }
+
+    __device__ __forceinline__ void load_tile(const tile_tokens &tokens) {
+        const uint32_t q_full = shared_address(&shared.q_full[at.stage()]);
+        const uint32_t dout_full = shared_address(&shared.dout_full[at.stage()]);
+        const uint32_t to = base + layout::q + at.stage() * layout::row_bytes;
+        barrier_wait(shared_address(&shared.empty[at.stage()]), at.stage_parity() ^ 1);
+        if (warp() == 1) {
+            const bool masked = load_row_values(tokens);
+            if (lane() == 0) {
+                const uint32_t bytes = a.gathered ? 0 : a.tile_tokens * a.unit_heads * D * 2;
+                shared.masked[at.stage()] = masked;
+                barrier_arrive_expect(q_full, bytes);
+                barrier_arrive_expect(dout_full, bytes);
+            }
+            __syncwarp();
+        }
+        if (a.gathered) {
+            copy_rows(tokens, a.q, to);
+            barrier_arrive_after_copies(q_full);
+            copy_rows(tokens, a.dout, to + layout::dout - layout::q);
+            barrier_arrive_after_copies(dout_full);
+        } else {
+            barrier_arrive_after_copies(q_full);
+            load_boxes(tokens, to);
+            __syncwarp();
+        }
+        /* Q and dO of the first tiles are under way before the wait for the last item's K and V. */
+        if (warp() == 1 && tokens.number == min(stages, tokens.item.tiles) - 1) load_keys(tokens.item);
+    }
+
+    __device__ __forceinline__ void run() {
+        while (true) {
+            const tile_tokens &tokens = shared.tokens[at.ring_place()];
+            barrier_wait(shared_address(&shared.tokens_full[at.ring_place()]), at.ring_parity());
+            if (tokens.item.tiles == 0) break;
+            load_tile(tokens);
+            at.end_tile();
+        }
+        if (warp() != 1) return;
+        barrier_wait(shared_address(&shared.kv_empty), at.item_parity() ^ 1);
         if (lane() == 0) {
             shared.item.tiles = 0;
             barrier_arrive(shared_address(&shared.kv_full));
@@ -373,12 +456,12 @@ struct main_warpgroup {
     /* d = keys * rows^T over the columns, both K-major: S^T and dP^T. */
     __device__ __forceinline__ void multiply_columns(float (&d)[32], uint32_t keys, uint32_t rows) {
         wgmma_fence();
-        wgmma_new(d, describe<0, 1024>(keys), describe<0, 1024>(rows), T());
+        wgmma_new(d, describe<0, 1024>(keys), describe<0, layout::row_group>(rows), T());
 #pragma unroll
         for (int i = 1; i < D / 16; i++) {
             const uint32_t key_step = ((i / 4) * layout::key_half + i % 4 * 32) >> 4;
             const uint32_t row_step = ((i / 4) * layout::row_half + i % 4 * 32) >> 4;
-            wgmma(d, describe<0, 1024>(keys + key_step), describe<0, 1024>(rows + row_step), T());
+            wgmma(d, describe<0, 1024>(keys + key_step), describe<0, layout::row_group>(rows + row_step), T());
         }
         wgmma_commit();
     }
@@ -390,7 +473,7 @@ struct main_warpgroup {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             wgmma<true>(d, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3],
-                        describe<layout::row_half, 1024>(rows + (i * 2048 >> 4)), T());
+                        describe<layout::row_half, layout::row_group>(rows + (i * 2 * layout::row_group >> 4)), T());
         }
         wgmma_commit();
     }
@@ -490,19 +573,21 @@ struct main_warpgroup {
 
     __device__ __forceinline__ void run_tile(const progress &at) {
         const uint32_t keys = (base + layout::k + group * 64 * 128) >> 4;
-        const uint32_t q = (base + layout::q + at.stage * layout::row_bytes) >> 4;
+        const uint32_t q = (base + layout::q + at.stage() * layout::row_bytes) >> 4;
         constexpr uint32_t to_v = (layout::v - layout::k) >> 4, to_dout = (layout::dout - layout::q) >> 4;
-        const stage_rows &rows = shared.rows[at.stage];
+        const stage_rows &rows = shared.rows[at.stage()];
         float s[32], dp[32];
         uint32_t p[16], ds[16];
-        barrier_wait(shared_address(&shared.q_full[at.stage]), at.stage_parity);
+        barrier_wait(shared_address(&shared.q_full[at.stage()]), at.stage_parity());
+        if (a.gathered) fence_async_proxy();
         multiply_columns(s, keys, q);
-        const int32_t masked = shared.masked[at.stage];
+        const int32_t masked = shared.masked[at.stage()];
         wgmma_wait<0>();
         pin(s);
         if (masked) mask(s, rows);
         probabilities(p, s, rows);
-        barrier_wait(shared_address(&shared.dout_full[at.stage]), at.stage_parity);
+        barrier_wait(shared_address(&shared.dout_full[at.stage()]), at.stage_parity());
+        if (a.gathered) fence_async_proxy();
         multiply_columns(dp, keys + to_v, q + to_dout);
         multiply_rows(dv, p, q + to_dout);
         wgmma_wait<1>();
@@ -514,7 +599,10 @@ struct main_warpgroup {
         wgmma_wait<0>();
         pin(dv);
         pin(dk);
-        if (lane() == 0) barrier_arrive(shared_address(&shared.empty[at.stage]));
+        if (lane() == 0) {
+            barrier_arrive(shared_address(&shared.empty[at.stage()]));
+            barrier_arrive(shared_address(&shared.tokens_empty[at.ring_place()]));
+        }
     }
 
     __device__ __forceinline__ void add(float *sums, const float (&d)[columns], const item_state &item, int64_t head,
@@ -559,7 +647,7 @@ struct main_warpgroup {
     }
 
     __device__ __forceinline__ void run() {
-        progress at(0);
+        progress at;
         while (true) {
             barrier_wait(shared_address(&shared.kv_full), at.item_parity());
             at.end_item();
@@ -570,7 +658,7 @@ struct main_warpgroup {
             for (int i = 0; i < columns; i++)
                 dk[i] = dv[i] = 0;
 #pragma unroll 1
-            for (int32_t t = 0; t < tiles; t++) {
+            for (int32_t left = tiles; left > 0; left--) {
                 run_tile(at);
                 at.end_tile();
             }
@@ -683,6 +771,30 @@ struct dq_warpgroup {
         }
     }
 
+    /* dQ's sums of a tile's rows are added to block by block where a.dq_turns says so: lower numbers first. */
+    __device__ __forceinline__ int32_t *turn_of(const tile_tokens &tokens) const {
+        const int64_t row = tokens.item.edge_begin + tokens.number * a.tile_tokens - a.row_begin;
+        return a.dq_turns + (row * a.units + tokens.item.unit) * dq_warps + warp();
+    }
+
+    __device__ __forceinline__ void wait_for_turn(const tile_tokens &tokens) const {
+        if (lane() == 0) {
+            const int32_t *turn = turn_of(tokens);
+            while (__ldcg(turn) != tokens.item.block_number)
+                __nanosleep(32);
+            __threadfence();
+        }
+        __syncwarp();
+    }
+
+    /* The reductions must be done, not only read. */
+    __device__ __forceinline__ void end_turn(const tile_tokens &tokens) const {
+        if (lane() < 16) bulk_wait_complete<0>();
+        __threadfence();
+        __syncwarp();
+        if (lane() == 0) atomicExch(turn_of(tokens), tokens.item.block_number + 1);
+    }
+
     __device__ __forceinline__ void run_tile(const progress &at, int32_t first_head, bool last) {
         constexpr int piece_halves = layout::halves / pieces;
         const uint32_t buffer = at.ds_buffer();
@@ -717,14 +829,18 @@ struct dq_warpgroup {
             if ((half + 1) % piece_halves == 0) {
                 fence_async_proxy();
                 __syncwarp();
+                if (!half_sums && a.dq_turns != nullptr && half == 0) wait_for_turn(tokens);
                 if (target >= 0) send(target, first_head, half / piece_halves);
                 if (lane() < 16) bulk_commit();
             }
         }
+        if (!half_sums && a.dq_turns != nullptr && a.dq != nullptr) end_turn(tokens);
+        __syncwarp();
+        if (lane() == 0) barrier_arrive(shared_address(&shared.tokens_empty[at.ring_place()]));
     }
 
     __device__ __forceinline__ void run() {
-        progress at(0);
+        progress at;
         while (true) {
             barrier_wait(shared_address(&shared.kv_full), at.item_parity());
             at.end_item();
@@ -747,11 +863,8 @@ struct dq_warpgroup {
 template <typename T, int D, bool half_sums>
 __device__ __forceinline__ void fill_constants(const backward_parameters &a, uint32_t base) {
     using layout = shared_memory_of<D, half_sums>;
-    const int32_t used = a.tile_tokens * a.unit_heads, chunks = (backward_rows - used) * 8;
-    for (int32_t i = threadIdx.x; i < 2 * stages * layout::halves * chunks; i += threads) {
-        const uint32_t at = base + layout::q + i / chunks * layout::row_half + used * 128 + i % chunks * 16;
-        store_shared_16(at, make_uint4(0, 0, 0, 0));
-    }
+    for (int32_t i = threadIdx.x; i < 2 * stages * layout::row_bytes / 16; i += threads)
+        store_shared_16(base + layout::q + 16 * i, make_uint4(0, 0, 0, 0));
     for (int32_t i = threadIdx.x; i < backward_rows * backward_rows / 2; i += threads) {
         const int32_t token = i / (backward_rows / 2), row = i % (backward_rows / 2) * 2;
         const float x = row / a.unit_heads == token, y = (row + 1) / a.unit_heads == token;
@@ -761,10 +874,14 @@ __device__ __forceinline__ void fill_constants(const backward_parameters &a, uin
     fence_async_proxy();
 }
 
-__device__ __forceinline__ void init_barriers(shared_state &shared) {
+__device__ __forceinline__ void init_barriers(shared_state &shared, bool gathered) {
+    for (int i = 0; i < ring; i++) {
+        barrier_init(shared_address(&shared.tokens_full[i]), 1);
+        barrier_init(shared_address(&shared.tokens_empty[i]), main_warps + dq_warps);
+    }
     for (int i = 0; i < stages; i++) {
-        barrier_init(shared_address(&shared.q_full[i]), 1 + 32);
-        barrier_init(shared_address(&shared.dout_full[i]), 1);
+        barrier_init(shared_address(&shared.q_full[i]), 1 + (gathered ? 3 * 32 : 32));
+        barrier_init(shared_address(&shared.dout_full[i]), 1 + (gathered ? 3 * 32 : 0));
         barrier_init(shared_address(&shared.empty[i]), main_warps);
     }
     for (int i = 0; i < ds_buffers; i++) {
@@ -781,13 +898,18 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(const __grid_const
     extern __shared__ __align__(1024) char memory[];
     __shared__ shared_state shared;
     const uint32_t base = shared_address(memory);
-    if (threadIdx.x == 0) init_barriers(shared);
+    if (threadIdx.x == 0) init_barriers(shared, a.gathered);
     fill_constants<T, D, half_sums>(a, base);
     __syncthreads();
     const int role = uniform(threadIdx.x / warpgroup);
     if (role == 0) {
         warpgroup_give_registers<32>();
-        if (threadIdx.x < 32) producer<D, half_sums>(a, shared, base).run();
+        const int warp = uniform(threadIdx.x / 32);
+        if (warp == 0) {
+            finder(a, shared).run();
+        } else if (warp == 1 || a.gathered) {
+            loader<T, D, half_sums>(a, shared, base).run();
+        }
     } else if (role == 3) {
         warpgroup_give_registers<64>();
         dq_warpgroup<T, D, half_sums>(a, shared, base).run();

@@ -12,11 +12,6 @@ namespace backward {
 
 constexpr int part_threads = 256;
 
-/* What is known of eight elements: their greatest magnitude and the sum of their squares. */
-struct magnitude {
-    float greatest, squares;
-};
-
 template <typename T>
 __device__ __forceinline__ void unpack_eight(float (&x)[8], const T *from) {
     const uint4 pairs = __ldg(reinterpret_cast<const uint4 *>(from));
@@ -29,33 +24,23 @@ __device__ __forceinline__ void unpack_eight(float (&x)[8], const T *from) {
     }
 }
 
-/* The magnitude of a vector whose eighths are spread over `lanes` lanes. NaN counts as not there. */
-__device__ __forceinline__ magnitude magnitude_of(const float (&x)[8], int lanes) {
-    magnitude m = {0, 0};
+/* The sum over neighbouring lanes, in all of them. */
+template <int lanes>
+__device__ __forceinline__ float sum_over(float x) {
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-        m.greatest = fmaxf(m.greatest, fabsf(x[i]));
-        m.squares += x[i] * x[i];
-    }
-    for (int step = lanes / 2; step > 0; step /= 2) {
-        m.greatest = fmaxf(m.greatest, __shfl_xor_sync(0xffffffffu, m.greatest, step));
-        m.squares += __shfl_xor_sync(0xffffffffu, m.squares, step);
-    }
-    return m;
-}
-
-/* At least the Euclidean norm, also where the squares overflow. */
-__device__ __forceinline__ float norm_bound(const magnitude &m, int dim) {
-    return isfinite(m.squares) ? sqrtf(m.squares) : m.greatest * sqrtf(static_cast<float>(dim));
+    for (int step = lanes / 2; step > 0; step /= 2)
+        x += __shfl_xor_sync(0xffffffffu, x, step);
+    return x;
 }
 
 /* ---- Bounds of the keys: a thread block for each (key block, key head). ---- */
 
-template <typename T>
+template <typename T, int D>
 __global__ void __launch_bounds__(part_threads)
-    key_bounds_kernel(view<const T> k, view<const T> v, fmsa_cuda_geometry g, key_bounds bounds, int dim) {
+    key_bounds_kernel(view<const T> k, view<const T> v, fmsa_cuda_geometry g, key_bounds bounds) {
+    constexpr int lanes = D / 8;
     const int32_t block = blockIdx.x, head = blockIdx.y;
-    const int lanes = dim / 8, lane = threadIdx.x % lanes;
+    const int lane = threadIdx.x % lanes;
     const int32_t begin = g.block_k_begin[block], end = g.block_k_end[block];
     float greatest_v = 0, greatest_k = 0;
     for (int32_t i = threadIdx.x / lanes; i < backward_keys; i += part_threads / lanes) {
@@ -64,10 +49,16 @@ __global__ void __launch_bounds__(part_threads)
             unpack_eight(x, v.at(begin + i, head) + 8 * lane);
             unpack_eight(y, k.at(begin + i, head) + 8 * lane);
         }
-        const magnitude of_v = magnitude_of(x, lanes), of_k = magnitude_of(y, lanes);
-        const float norm = norm_bound(of_v, dim);
-        if (isfinite(norm)) greatest_v = fmaxf(greatest_v, norm);
-        if (isfinite(of_k.greatest)) greatest_k = fmaxf(greatest_k, of_k.greatest);
+        float squares = 0;
+        bool finite = true;
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            squares += x[j] * x[j];
+            finite &= isfinite(x[j]);
+            if (isfinite(y[j])) greatest_k = fmaxf(greatest_k, fabsf(y[j]));
+        }
+        squares = sum_over<lanes>(finite ? squares : NAN);
+        greatest_v = fmaxf(greatest_v, sqrtf(squares)); /* NaN does not count; infinity is a bound too */
     }
     const uint32_t all_v = __reduce_max_sync(0xffffffffu, __float_as_uint(greatest_v));
     const uint32_t all_k = __reduce_max_sync(0xffffffffu, __float_as_uint(greatest_k));
@@ -85,7 +76,8 @@ struct row_parameters {
     view<const float> lse;
     const int32_t *row_position, *row_first_block;
     int64_t rows;
-    int32_t heads, key_heads, dim;
+    int32_t heads, key_heads;
+    int32_t block_rows; /* of a thread block */
     row_values values;
     key_bounds bounds;
 };
@@ -102,36 +94,41 @@ __device__ __forceinline__ float scale_for(float bound) {
  * mean of the v weighted by them, so |dP| and |delta| are at most |dout| max |v|, and no element of any partial sum
  * exceeds 2 |dout| max |v| max |element of k|. Keys that are not finite do not count: rows that attend to them have no
  * finite gradient. */
-template <typename T>
+template <typename T, int D>
 __global__ void __launch_bounds__(part_threads) row_values_kernel(const __grid_constant__ row_parameters<T> a) {
-    const int lanes = a.dim / 8, lane = threadIdx.x % lanes;
-    const int64_t number = (int64_t(blockIdx.x) * part_threads + threadIdx.x) / lanes;
-    const int64_t row = number / a.heads, head = number % a.heads;
-    const bool there = row < a.rows && a.row_position[row] >= 0;
-    float out[8] = {}, dout[8] = {};
-    if (there) {
-        unpack_eight(out, a.out.at(row, head) + 8 * lane);
-        unpack_eight(dout, a.dout.at(row, head) + 8 * lane);
-    }
-    float delta = 0;
+    constexpr uint32_t lanes = D / 8;
+    const int64_t first_row = int64_t(blockIdx.x) * a.block_rows;
+    const uint32_t count = a.block_rows * a.heads * lanes;
+    for (uint32_t start = 0; start < count; start += part_threads) {
+        const uint32_t i = start + threadIdx.x, lane = i % lanes, number = i / lanes, head = number % a.heads;
+        const int64_t row = first_row + number / a.heads;
+        const bool there = i < count && row < a.rows && a.row_position[row] >= 0;
+        float out[8] = {}, dout[8] = {};
+        if (there) {
+            unpack_eight(out, a.out.at(row, head) + 8 * lane);
+            unpack_eight(dout, a.dout.at(row, head) + 8 * lane);
+        }
+        float delta = 0, squares = 0;
 #pragma unroll
-    for (int i = 0; i < 8; i++)
-        delta += out[i] * dout[i];
-    for (int step = lanes / 2; step > 0; step /= 2)
-        delta += __shfl_xor_sync(0xffffffffu, delta, step);
-    const magnitude of_dout = magnitude_of(dout, lanes);
-    if (lane != 0 || row > a.rows) return;
-    const float lse = there ? *a.lse.at(row, head) : -INFINITY;
-    a.values.lse[number] = lse == -INFINITY ? INFINITY : lse * log2_e;
-    a.values.delta[number] = delta;
-    if (a.values.dq_scale == nullptr) return;
-    float bound = 0;
-    if (there) {
-        const int64_t document = int64_t(a.row_first_block[row]) * a.key_heads + head / (a.heads / a.key_heads);
-        bound = 2 * norm_bound(of_dout, a.dim) * __uint_as_float(a.bounds.v[document]) *
-                __uint_as_float(a.bounds.k[document]);
+        for (int j = 0; j < 8; j++) {
+            delta += out[j] * dout[j];
+            squares += dout[j] * dout[j];
+        }
+        delta = sum_over<lanes>(delta);
+        squares = sum_over<lanes>(squares);
+        if (lane != 0 || i >= count || row > a.rows) continue;
+        const int64_t place = row * a.heads + head;
+        const float lse = there ? *a.lse.at(row, head) : -INFINITY;
+        a.values.lse[place] = lse == -INFINITY ? INFINITY : lse * log2_e;
+        a.values.delta[place] = delta;
+        if (a.values.dq_scale == nullptr) continue;
+        float bound = 0;
+        if (there) {
+            const int64_t document = int64_t(a.row_first_block[row]) * a.key_heads + head / (a.heads / a.key_heads);
+            bound = 2 * sqrtf(squares) * __uint_as_float(a.bounds.v[document]) * __uint_as_float(a.bounds.k[document]);
+        }
+        a.values.dq_scale[place] = scale_for(bound);
     }
-    a.values.dq_scale[number] = scale_for(bound);
 }
 
 /* ---- Dense items. ---- */
@@ -139,7 +136,7 @@ __global__ void __launch_bounds__(part_threads) row_values_kernel(const __grid_c
 struct dense_parameters {
     fmsa_cuda_geometry g;
     dense_group group;
-    int32_t proxy_heads;
+    int32_t proxy_heads, tile_tokens;
     int32_t *counts;
     fmsa_cuda_item *items;
     int32_t *range;
@@ -160,7 +157,9 @@ __device__ __forceinline__ int32_t first_block_where(int32_t blocks, F f) {
     return low;
 }
 
-/* Calls f(taken, block, first row, rows) in all threads for each round of blocks that see the piece's rows. */
+/* Calls f(taken, block, first row, rows) in all threads for each round of blocks that see the piece's rows. The first
+ * row is one at which tiles of the document's other blocks begin too, so that a row's tile is the same for all of them.
+ */
 template <typename F>
 __device__ __forceinline__ void for_blocks_of_piece(const dense_parameters &a, int32_t piece, F f) {
     const int64_t begin = a.group.row_begin + int64_t(piece) * a.group.piece_rows;
@@ -177,6 +176,8 @@ __device__ __forceinline__ void for_blocks_of_piece(const dense_parameters &a, i
             from = max(int64_t(a.g.block_q_begin[block]), begin);
             to = min(int64_t(a.g.block_q_end[block]), end);
             taken = number >= a.group.first_block && number - a.group.first_block < a.group.places && from < to;
+            const int64_t first_tile = max(int64_t(a.g.block_q_begin[block - number]), begin);
+            from -= (from - first_tile) % a.tile_tokens;
         }
         f(taken, block, from, static_cast<int32_t>(to - from));
     }
@@ -217,54 +218,36 @@ struct dq_parameters {
     const int32_t *row_count; /* NULL: one term */
     const float *scale;       /* [all rows][heads], fp16 sums */
     int64_t row_begin, rows, total_rows;
+    int32_t block_rows; /* of a thread block */
     int32_t heads, unit_heads, heads_per_proxy_head, terms;
     float factor;
     fmsa_tensor out;
 };
 
-/* Where 64 bytes of sums stand. */
-struct dq_place {
-    int64_t row;
-    int32_t head, column;
-    int64_t first, term_bytes; /* bytes from the start to the first term, and from a term to the next */
-};
-
-template <int D, bool half_sums>
-__device__ __forceinline__ dq_place place_of(const dq_parameters &a, int64_t i) {
-    constexpr int columns = dq_piece_columns<D, half_sums>, pieces = D / columns, bytes = half_sums ? 2 : 4;
-    constexpr int groups = columns * bytes / 64;
-    const int group = static_cast<int>(i % groups);
-    int64_t rest = i / groups;
-    const int32_t head = static_cast<int32_t>(rest % a.unit_heads);
-    rest /= a.unit_heads;
-    const int32_t piece = static_cast<int32_t>(rest % pieces);
-    rest /= pieces;
-    const int32_t units = a.heads / a.unit_heads, unit = static_cast<int32_t>(rest % units);
-    dq_place p;
-    p.row = rest / units;
-    p.head = unit * a.unit_heads + head;
-    /* Chunks of odd heads have changed places with those four further, or four before. */
-    const int chunk = (4 * group) ^ (p.head % 2 * 4);
-    p.column = piece * columns + chunk / 4 * (64 / bytes);
-    p.term_bytes = int64_t(a.heads) * D * bytes;
-    p.first = p.row * a.terms * p.term_bytes + i % (p.term_bytes / 64) * 64;
-    return p;
-}
-
 template <typename T, int D, bool half_sums>
 __global__ void __launch_bounds__(part_threads) round_dq_kernel(const __grid_constant__ dq_parameters a) {
-    constexpr int columns = half_sums ? 32 : 16; /* of a thread */
-    const int64_t total = a.rows * a.heads * (D / columns);
+    constexpr uint32_t piece_columns = dq_piece_columns<D, half_sums>, pieces = D / piece_columns;
+    constexpr uint32_t columns = half_sums ? 32 : 16; /* of a thread, in 64 bytes */
+    constexpr uint32_t piece_groups = piece_columns / columns;
+    const uint32_t row_groups = a.heads * (D / columns), unit_groups = a.unit_heads * (D / columns);
+    const int64_t term_bytes = int64_t(row_groups) * 64;
     const view<T> out(static_cast<T *>(a.out.data), a.out.row_stride, a.out.head_stride);
-    for (int64_t i = int64_t(blockIdx.x) * part_threads + threadIdx.x; i < total;
-         i += int64_t(gridDim.x) * part_threads) {
-        const dq_place place = place_of<D, half_sums>(a, i);
-        const int64_t row = a.row_begin + place.row;
+    for (uint32_t i = threadIdx.x; i < a.block_rows * row_groups; i += part_threads) {
+        const int64_t chunk_row = int64_t(blockIdx.x) * a.block_rows + i / row_groups;
+        if (chunk_row >= a.rows) return;
+        /* [unit][piece][head of the unit][group] */
+        const uint32_t in_row = i % row_groups, group = in_row % piece_groups, in_unit = in_row % unit_groups;
+        const uint32_t piece_and_head = in_unit / piece_groups, piece = piece_and_head / a.unit_heads % pieces;
+        const uint32_t head = in_row / unit_groups * a.unit_heads + piece_and_head % a.unit_heads;
+        /* In rows of odd heads groups have changed places in pairs. */
+        const uint32_t column = piece * piece_columns + (group ^ head % 2) * columns;
+        const int64_t row = a.row_begin + chunk_row;
         int terms = a.terms;
-        if (a.row_count != nullptr) terms = a.row_count[place.head / a.heads_per_proxy_head * a.total_rows + row];
+        if (a.row_count != nullptr) terms = a.row_count[head / a.heads_per_proxy_head * a.total_rows + row];
+        const char *first = a.sums + chunk_row * a.terms * term_bytes + in_row * 64;
         float sum[columns] = {};
         for (int t = 0; t < terms; t++) {
-            const uint4 *chunks = reinterpret_cast<const uint4 *>(a.sums + place.first + t * place.term_bytes);
+            const uint4 *chunks = reinterpret_cast<const uint4 *>(first + t * term_bytes);
 #pragma unroll
             for (int own = 0; own < 4; own++) {
                 const uint4 chunk = __ldcs(chunks + own);
@@ -282,8 +265,8 @@ __global__ void __launch_bounds__(part_threads) round_dq_kernel(const __grid_con
             }
         }
         float factor = a.factor;
-        if constexpr (half_sums) factor /= a.scale[row * a.heads + place.head];
-        T *to = out.at(row, place.head) + place.column;
+        if constexpr (half_sums) factor /= a.scale[row * a.heads + head];
+        T *to = out.at(row, head) + column;
 #pragma unroll
         for (int c = 0; c < columns; c += 8) {
             uint32_t x[4];
@@ -295,23 +278,32 @@ __global__ void __launch_bounds__(part_threads) round_dq_kernel(const __grid_con
     }
 }
 
-/* Calls f with a value of the 16-bit type. */
-template <typename F>
-static fmsa_status with_half_type(fmsa_dtype dtype, F f) {
-    return dtype == FMSA_DTYPE_BF16 ? f(__nv_bfloat16()) : f(__half());
+/* Rows of a thread block with so many threads' work each, so that a thread has a few rounds of it. */
+static int32_t rows_of_block(int64_t row_threads) {
+    constexpr int64_t rounds = 8;
+    const int64_t rows = rounds * part_threads / row_threads;
+    return rows > 1 ? static_cast<int32_t>(rows) : 1;
 }
 
-template <typename T>
+/* Calls f with a value of the 16-bit type and the head dimension. */
+template <typename F>
+static fmsa_status with_half_type_and_dim(const fmsa_config *c, F f) {
+    const auto with_dim = [&](auto type) {
+        return c->head_dim == 64 ? f(type, constant<64>()) : f(type, constant<128>());
+    };
+    return c->dtype == FMSA_DTYPE_BF16 ? with_dim(__nv_bfloat16()) : with_dim(__half());
+}
+
+template <typename T, int D>
 static fmsa_status find_key_bounds(const fmsa_problem *problem, const fmsa_tensors *t, const fmsa_cuda_geometry &g,
                                    const key_bounds &bounds, cudaStream_t stream) {
     const fmsa_config *c = &problem->config;
     const size_t bytes = sizeof(uint32_t) * problem->max_key_blocks * c->num_kv_heads;
-    fmsa_status status = clear(bounds.v, bytes, stream);
-    if (status == FMSA_OK) status = clear(bounds.k, bytes, stream);
-    if (status != FMSA_OK) return status;
+    FMSA_TRY(clear(bounds.v, bytes, stream));
+    FMSA_TRY(clear(bounds.k, bytes, stream));
     const dim3 grid(static_cast<unsigned>(problem->max_key_blocks), c->num_kv_heads);
-    return launch("key bounds", key_bounds_kernel<T>, grid, part_threads, 0, stream, view<const T>(t->k),
-                  view<const T>(t->v), g, bounds, c->head_dim);
+    return launch("key bounds", key_bounds_kernel<T, D>, grid, part_threads, 0, stream, view<const T>(t->k),
+                  view<const T>(t->v), g, bounds);
 }
 
 } // namespace backward
@@ -321,9 +313,10 @@ using namespace backward;
 fmsa_status find_row_values(const fmsa_problem *problem, const fmsa_tensors *t, const fmsa_cuda_geometry &g,
                             const row_values &rows, const key_bounds &bounds, cudaStream_t stream) {
     const fmsa_config *c = &problem->config;
-    return with_half_type(c->dtype, [&](auto type) {
+    return with_half_type_and_dim(c, [&](auto type, auto dim) {
         typedef decltype(type) T;
-        if (rows.dq_scale != nullptr) FMSA_TRY(find_key_bounds<T>(problem, t, g, bounds, stream));
+        constexpr int D = decltype(dim)::value;
+        if (rows.dq_scale != nullptr) FMSA_TRY((find_key_bounds<T, D>(problem, t, g, bounds, stream)));
         row_parameters<T> p = {};
         p.out = view<const T>(t->out);
         p.dout = view<const T>(t->dout);
@@ -333,11 +326,11 @@ fmsa_status find_row_values(const fmsa_problem *problem, const fmsa_tensors *t, 
         p.rows = c->total_q;
         p.heads = c->num_heads;
         p.key_heads = c->num_kv_heads;
-        p.dim = c->head_dim;
+        p.block_rows = rows_of_block(c->num_heads * (D / 8));
         p.values = rows;
         p.bounds = bounds;
-        const unsigned grid = fmsa_cuda_grid((p.rows + 1) * p.heads * (p.dim / 8), part_threads);
-        return launch("row values", row_values_kernel<T>, grid, part_threads, 0, stream, p);
+        const unsigned grid = fmsa_cuda_grid(p.rows + 1, p.block_rows);
+        return launch("row values", row_values_kernel<T, D>, grid, part_threads, 0, stream, p);
     });
 }
 
@@ -364,7 +357,8 @@ int64_t max_dense_items(const fmsa_problem *problem, const dense_group &group) {
 
 fmsa_status list_dense_items(const fmsa_problem *problem, const fmsa_cuda_geometry &geometry, const dense_group &group,
                              int32_t *counts, fmsa_cuda_item *items, int32_t *range, cudaStream_t stream) {
-    const dense_parameters p = {geometry, group, problem->config.num_proxy_heads, counts, items, range};
+    const int32_t tile_tokens = backward_rows / problem->unit_heads;
+    const dense_parameters p = {geometry, group, problem->config.num_proxy_heads, tile_tokens, counts, items, range};
     const unsigned grid = static_cast<unsigned>(dense_pieces(group));
     const fmsa_status status = launch("dense count", count_dense_kernel, grid, part_threads, 0, stream, p);
     return status != FMSA_OK ? status : launch("dense list", list_dense_kernel, grid, part_threads, 0, stream, p);
@@ -387,12 +381,12 @@ fmsa_status round_dq(const fmsa_problem *problem, const fmsa_tensor &dq, const v
     p.terms = terms;
     p.factor = static_cast<float>(c->softmax_scale);
     p.out = dq;
-    return with_half_type(c->dtype, [&](auto type) {
+    return with_half_type_and_dim(c, [&](auto type, auto dim) {
         typedef decltype(type) T;
-        const unsigned grid = fmsa_cuda_grid(p.rows * p.heads * (c->head_dim / (half_sums ? 32 : 16)), part_threads);
-        const auto kernel = c->head_dim == 64
-                                ? (half_sums ? round_dq_kernel<T, 64, true> : round_dq_kernel<T, 64, false>)
-                                : (half_sums ? round_dq_kernel<T, 128, true> : round_dq_kernel<T, 128, false>);
+        constexpr int D = decltype(dim)::value;
+        p.block_rows = rows_of_block(c->num_heads * (D / (half_sums ? 32 : 16)));
+        const unsigned grid = fmsa_cuda_grid(p.rows, p.block_rows);
+        const auto kernel = half_sums ? round_dq_kernel<T, D, true> : round_dq_kernel<T, D, false>;
         return launch("dq", kernel, grid, part_threads, 0, stream, p);
     });
 }
