@@ -22,12 +22,18 @@ class Call(NamedTuple):
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
     options: Options
+    returns_kl: bool
+    returns_lse: bool
     kl_value: bool
     kl_metric: torch.Tensor | None
 
 
 class AttentionFunction(torch.autograd.Function):
-    """(q_proxy, k_proxy, q, k, v) -> (out, kl, lse); the proxies get gradients from kl alone, the rest from out."""
+    """(q_proxy, k_proxy, q, k, v) -> (out, and kl and lse where the call returns them).
+
+    The proxies get gradients from kl alone, the rest from out. Every tensor that a node returns or saves costs the host
+    a microsecond or two, hence none that nobody asked for.
+    """
 
     @staticmethod
     def forward(
@@ -38,34 +44,37 @@ class AttentionFunction(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         call: Call,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        block_indices, cu_seqlens_q, cu_seqlens_k, options, kl_value, kl_metric = call
+    ) -> tuple[torch.Tensor, ...]:
+        block_indices, cu_seqlens_q, cu_seqlens_k, options, returns_kl, returns_lse, kl_value, kl_metric = call
         if q.dim() == 4:
             q_proxy, k_proxy, q, k, v = [packable(x) for x in (q_proxy, k_proxy, q, k, v)]
         plan, result = _kernels.attention(
             q_proxy, k_proxy, q, k, v, block_indices, None, cu_seqlens_q, cu_seqlens_k, options, kl_value
         )
-        kl = result.kl
-        if kl is None:
-            kl = torch.zeros((), dtype=plan.real, device=q.device)
-        elif kl_metric is not None:
-            kl_metric.copy_(kl)
+        if result.kl is not None and kl_metric is not None:
+            kl_metric.copy_(result.kl)
         ctx.save_for_backward(
             q_proxy, k_proxy, q, k, v, result.out, result.lse, result.schedule, cu_seqlens_q, cu_seqlens_k
         )
         ctx.plan = plan
         ctx.kl_metric = None if kl_value else kl_metric
+        ctx.returns_kl = returns_kl
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(result.lse)
-        return result.out, kl, result.lse
+        results: tuple[torch.Tensor, ...] = (result.out,)
+        if returns_kl:
+            kl = result.kl if result.kl is not None else torch.zeros((), dtype=plan.real, device=q.device)
+            results = (*results, kl)
+        if returns_lse:
+            ctx.mark_non_differentiable(result.lse)
+            results = (*results, result.lse)
+        return results
 
     @staticmethod
-    def backward(
-        ctx: Any, dout: torch.Tensor | None, grad_kl: torch.Tensor | None, _grad_lse: None
-    ) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        grad_kl = grads[1] if ctx.returns_kl else None
         if torch.is_grad_enabled():
-            return _backward_once(ctx, dout, grad_kl)
-        return _backward(ctx, dout, grad_kl)
+            return _backward_once(ctx, grads[0], grad_kl)
+        return _backward(ctx, grads[0], grad_kl)
 
 
 def _backward(ctx: Any, dout: torch.Tensor | None, grad_kl: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -97,6 +106,7 @@ def _backward(ctx: Any, dout: torch.Tensor | None, grad_kl: torch.Tensor | None)
         grad_kl,
         wanted,
         with_proxy,
+        ctx.kl_metric is not None,
     )
     if ctx.kl_metric is not None:
         ctx.kl_metric.copy_(kl)

@@ -180,8 +180,10 @@ def gradients(
     grad_kl: torch.Tensor | None,
     wanted: Wanted,
     with_proxy: bool,
+    with_kl: bool,
 ) -> Gradients:
-    """The backward pass: of the output where dout is given, of the KL loss where `with_proxy` is set, or of both."""
+    """The backward pass: of the output where dout is given, of the KL loss where `with_proxy` is set, or of both; with
+    the KL value where `with_kl` is set too."""
     if dout is None:
         operation = _library.PROXY_LOSS
         wanted = Wanted(False, False, False, wanted.q_proxy, wanted.k_proxy)
@@ -209,7 +211,7 @@ def gradients(
             tensors[field] = x.data_ptr()
         results.append(x.transpose(1, 2) if x is not None and plan.geometry.batch else x)
     kl = None
-    if with_proxy:
+    if with_kl:
         kl = plan.empty(KL)
         tensors[KL] = kl.data_ptr()
     run(operation, plan.config(cu_seqlens_q, cu_seqlens_k), tensors, plan.empty((operation,)))

@@ -97,23 +97,10 @@ def flash_msa_varlen_func(
         kl_count,
         _flags(deterministic, select_fp8),
     )
-    needs_kl = return_kl or kl_metric is not None
-    out, kl, lse = _attend(
-        q_proxy,
-        k_proxy,
-        q,
-        k,
-        v,
-        block_indices,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        options,
-        needs_kl and kl_value,
-        kl_metric,
-    )
-    if not (return_kl or return_lse):
-        return out
-    return (out, *([kl] if return_kl else []), *([lse] if return_lse else []))
+    kl_value = kl_value and (return_kl or kl_metric is not None)
+    call = Call(block_indices, cu_seqlens_q, cu_seqlens_k, options, return_kl, return_lse, kl_value, kl_metric)
+    results = _attend(q_proxy, k_proxy, q, k, v, call)
+    return results if return_kl or return_lse else results[0]
 
 
 def flash_msa_func(
@@ -245,7 +232,8 @@ def _batched(
         cu_seqlens = _batch_offsets(batch, tokens, q.device)
     factor = _scale("scale", scale)
     options = Options(top_k_blocks, block_size, 1, 0, factor, factor, tokens, 0, _flags(deterministic))
-    out, kl, _ = _attend(q_proxy, k_proxy, q, k, v, None, cu_seqlens, cu_seqlens, options, kl_value, kl_metric)
+    call = Call(None, cu_seqlens, cu_seqlens, options, True, False, kl_value, kl_metric)
+    out, kl = _attend(q_proxy, k_proxy, q, k, v, call)
     return out, kl
 
 
@@ -253,35 +241,23 @@ flash_msa_func_warmup = flash_msa_warmup_func
 sparse_attention_warmup = flash_msa_warmup_func
 
 
-def _attend(
-    q_proxy: Tensor,
-    k_proxy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor | None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    options: Options,
-    kl_value: bool,
-    kl_metric: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, kl, lse), by one autograd node in eager PyTorch and by operators wherever something traces the call."""
+def _attend(q_proxy: Tensor, k_proxy: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, ...]:
+    """out, and kl and lse where the call returns them: by one autograd node in eager PyTorch, by operators wherever
+    something traces the call."""
+    if not isinstance(q, Tensor):
+        raise TypeError(f"q is {type(q).__name__}; it must be a tensor")
+    metric = call.kl_metric
+    if metric is not None and (metric.dim() != 0 or metric.dtype != torch.float32):
+        raise TypeError(
+            f"kl_metric is {metric.dtype} of shape {tuple(metric.shape)}; it must be a 0-dim float32 tensor"
+        )
     dtype = ops.autocast_dtype(q.device.type)
     if dtype is not None:
         q_proxy, k_proxy, q, k, v = ops.cast_to(dtype, q_proxy, k_proxy, q, k, v)
-    if kl_metric is not None and (kl_metric.dim() != 0 or kl_metric.dtype != torch.float32):
-        raise TypeError(
-            f"kl_metric is {kl_metric.dtype} of shape {tuple(kl_metric.shape)}; it must be a 0-dim float32 tensor"
-        )
     if torch.compiler.is_compiling() or _is_traced(q):
-        return _attend_by_operators(
-            q_proxy, k_proxy, q, k, v, block_indices, cu_seqlens_q, cu_seqlens_k, options, kl_value, kl_metric
-        )
-    result: tuple[Tensor, Tensor, Tensor] = AttentionFunction.apply(  # type: ignore[no-untyped-call]
-        q_proxy, k_proxy, q, k, v, Call(block_indices, cu_seqlens_q, cu_seqlens_k, options, kl_value, kl_metric)
-    )
-    return result
+        return _attend_by_operators(q_proxy, k_proxy, q, k, v, call)
+    results: tuple[Tensor, ...] = AttentionFunction.apply(q_proxy, k_proxy, q, k, v, call)  # type: ignore[no-untyped-call]
+    return results
 
 
 def _is_traced(q: Tensor) -> bool:
@@ -291,21 +267,11 @@ def _is_traced(q: Tensor) -> bool:
 
 
 def _attend_by_operators(
-    q_proxy: Tensor,
-    k_proxy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor | None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    options: Options,
-    kl_value: bool,
-    kl_metric: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q_proxy: Tensor, k_proxy: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call
+) -> tuple[Tensor, ...]:
+    block_indices, cu_seqlens_q, cu_seqlens_k, o, returns_kl, returns_lse, kl_value, kl_metric = call
     if kl_metric is not None and not kl_value:
         raise ValueError("kl_metric without kl_value is filled in the backward pass, which torch.compile cannot do")
-    o = options
     batched = q.dim() == 4
     q_shape = q.shape
     if batched:
@@ -351,7 +317,7 @@ def _attend_by_operators(
         kl_metric.copy_(kl.detach())
     if batched:
         out = out.view(q_shape[0], q_shape[2], q_shape[1] * q_shape[3])
-    return out, kl, lse
+    return (out, *([kl] if returns_kl else []), *([lse] if returns_lse else []))
 
 
 def document_offsets(document_list: Tensor, batch: int, tokens: int) -> Tensor:

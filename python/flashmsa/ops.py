@@ -250,7 +250,22 @@ def proxy_loss(
     plan = plan_of(q_proxy, k_proxy, q, k, None, cu_seqlens_q, cu_seqlens_k, options)
     wanted = Wanted(q_proxy=gradients, k_proxy=gradients)
     result = _kernels.gradients(
-        plan, q_proxy, k_proxy, q, k, None, None, lse, schedule, cu_seqlens_q, cu_seqlens_k, None, grad_kl, wanted, True
+        plan,
+        q_proxy,
+        k_proxy,
+        q,
+        k,
+        None,
+        None,
+        lse,
+        schedule,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        None,
+        grad_kl,
+        wanted,
+        True,
+        True,
     )
     dq_proxy = result.q_proxy if result.q_proxy is not None else q_proxy.new_empty(0)
     dk_proxy = result.k_proxy if result.k_proxy is not None else k_proxy.new_empty(0, dtype=plan.kv_grad)
@@ -315,7 +330,7 @@ def backward(
     plan = plan_of(None, None, q, k, v, cu_seqlens_q, cu_seqlens_k, options, proxy_heads)
     dout = _kernels.readable_gradient(dout, q)
     result = _kernels.gradients(
-        plan, None, None, q, k, v, out, lse, schedule, cu_seqlens_q, cu_seqlens_k, dout, None, Wanted(), False
+        plan, None, None, q, k, v, out, lse, schedule, cu_seqlens_q, cu_seqlens_k, dout, None, Wanted(), False, False
     )
     return cast(tuple[Tensor, Tensor, Tensor], (result.q, result.k, result.v))
 
@@ -378,7 +393,22 @@ def backward_with_proxy(
     plan = plan_of(q_proxy, k_proxy, q, k, v, cu_seqlens_q, cu_seqlens_k, options)
     dout = _kernels.readable_gradient(dout, q)
     result = _kernels.gradients(
-        plan, q_proxy, k_proxy, q, k, v, out, lse, schedule, cu_seqlens_q, cu_seqlens_k, dout, grad_kl, Wanted(), True
+        plan,
+        q_proxy,
+        k_proxy,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        schedule,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        dout,
+        grad_kl,
+        Wanted(),
+        True,
+        True,
     )
     return cast(tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple(result))
 

@@ -1,0 +1,95 @@
+"""The operators: opcheck, values through each step, torch.compile, autocast."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import make_inputs
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import flashmsa
+from flashmsa import ops
+
+OPS = torch.ops.flashmsa
+BLOCK, TOP_K = 64, 2
+
+
+def strided(x: torch.Tensor) -> torch.Tensor:
+    """The same values inside a wider tensor, as a view of a fused projection has them."""
+    wide = torch.full((x.shape[0], x.shape[1] + 2, x.shape[2]), float("nan"), dtype=x.dtype, device=x.device)
+    wide[:, 1:-1] = x.detach()
+    return wide[:, 1:-1].requires_grad_(x.requires_grad)
+
+
+def samples(device: str, view=lambda x: x, dense: bool = False):
+    """name -> arguments of every operator, with true results of the steps before it."""
+    x = make_inputs([100, 1, 128], device=device)
+    q_proxy, k_proxy, q, k, v = [view(t) for t in x.leaves()]
+    plain = [t.detach() for t in (q_proxy, k_proxy, q, k, v)]
+    cu, top_k = (x.cu, x.cu), 0 if dense else TOP_K
+    calls = {}
+    schedule = None
+    if not dense:
+        calls["select"] = (plain[0], plain[1], *cu, top_k, BLOCK)
+        indices = ops.select(*calls["select"])
+        calls["schedule"] = (indices, plain[2], plain[3], *cu, BLOCK)
+        schedule = ops.schedule(*calls["schedule"])
+    calls["forward"] = (q, k, v, schedule, *cu, 2, top_k, BLOCK)
+    out, lse = (t.detach() for t in ops.forward(*calls["forward"]))
+    calls["attention"] = (q_proxy, k_proxy, q, k, v, schedule, *cu, top_k, BLOCK)
+    grad_kl = torch.tensor(0.5, device=device)
+    calls["proxy_loss"] = (*plain[:4], lse, schedule, grad_kl, *cu, top_k, BLOCK)
+    dout = view(torch.randn(out.shape, device=device))
+    calls["backward"] = (dout, *plain[2:], out, lse, schedule, *cu, 2, top_k, BLOCK)
+    calls["backward_with_proxy"] = (dout, grad_kl, *plain, out, lse, schedule, *cu, top_k, BLOCK)
+    return calls
+
+
+NAMES = ["select", "schedule", "forward", "attention", "proxy_loss", "backward", "backward_with_proxy"]
+
+
+@pytest.mark.parametrize("view", [lambda x: x, strided], ids=["contiguous", "strided"])
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck(device, name, view):
+    torch.library.opcheck(getattr(OPS, name).default, samples(device, view)[name])
+
+
+@pytest.mark.parametrize("name", NAMES[2:])
+def test_opcheck_dense(device, name):
+    torch.library.opcheck(getattr(OPS, name).default, samples(device, dense=True)[name])
+
+
+def assert_compiles(step, device: str, lengths: list[list[int]]) -> None:
+    """A step (inputs -> out, kl) and its compiled form agree in results and gradients over lengths that change, and it
+    is compiled once."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, backend=counter, fullgraph=True, dynamic=True)
+    for seed, documents in enumerate(lengths):
+        results = []
+        for call in (step, compiled):
+            x = make_inputs(documents, device=device, seed=seed)
+            out, kl = call(x)
+            (out.square().mean() + 3 * kl).backward()
+            results.append([out, kl, *[t.grad for t in x.leaves()]])
+        for plain, fused in zip(*results, strict=True):
+            torch.testing.assert_close(fused, plain, atol=1e-6, rtol=1e-5)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_compile_varlen(device, top_k):
+    def step(x):
+        return flashmsa.flash_msa_varlen_func(
+            x.q * 1.5, x.k, x.v, x.q_proxy, x.k_proxy, x.cu, x.cu, 0, 0, top_k, block_size=BLOCK, return_kl=True
+        )
+
+    assert_compiles(step, device, [[130, 65], [200, 77, 3], [333]])
+
+
+def test_compile_batched(device):
+    def step(x):
+        batched = [t.unflatten(0, (3, -1)).transpose(1, 2) for t in x.leaves()]
+        return flashmsa.flash_msa_func(*batched, TOP_K * BLOCK, 0.125, block_size=BLOCK, kl_value=False)
+
+    assert_compiles(step, device, [[120], [210], [300]])
