@@ -138,6 +138,8 @@ def flash_msa_mask(
         ValueError: a mask with gaps, or one that is not causal attention within documents.
 
     Example:
+        >>> import torch
+        >>> from flashmsa.hf import flash_msa_mask
         >>> padding = torch.tensor([[True, True, False], [True, True, True]])
         >>> flash_msa_mask(2, 3, 3, attention_mask=padding)[0, 0].tolist()
         [[0, 3], [2, 6], [0, 3], [2, 6]]
@@ -310,6 +312,8 @@ def enable_proxy_loss(model: nn.Module, weight: float = 1.0, *, dense: bool = Fa
             which would drop the gradient.
 
     Example:
+        >>> import torch
+        >>> import flashmsa.hf
         >>> from transformers import MiniMaxM3VLTextConfig, MiniMaxM3VLForCausalLM
         >>> flashmsa.hf.register()
         >>> config = MiniMaxM3VLTextConfig(
@@ -460,6 +464,8 @@ def flash_msa_attention(
         ValueError: dropout, a sliding window, a mask over pairs, a selection instead of proxies.
 
     Example:
+        >>> import torch
+        >>> from flashmsa.hf import flash_msa_attention
         >>> layer = torch.nn.Module()
         >>> q, k, v = torch.randn(3, 1, 2, 10, 16)
         >>> flash_msa_attention(layer, q, k, v, None)[0].shape
@@ -524,6 +530,8 @@ def select_blocks(module: nn.Module, proxies: Proxies) -> Tensor:
         int32 [B, Hp, Sq, k], ascending block numbers, then -1.
 
     Example:
+        >>> import torch
+        >>> from flashmsa.hf import Proxies, select_blocks
         >>> layer = torch.nn.Module()
         >>> layer.indexer = torch.nn.Module()
         >>> layer.indexer.topk_blocks, layer.indexer.block_size, layer.indexer.local_blocks = 2, 16, 1
@@ -557,6 +565,7 @@ def register() -> None:
         ImportError: transformers is missing, or older than 5.17, where the model came.
 
     Example:
+        >>> import flashmsa.hf
         >>> flashmsa.hf.register()
         >>> from transformers import AttentionInterface
         >>> "flashmsa" in AttentionInterface()

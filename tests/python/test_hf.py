@@ -331,15 +331,23 @@ def test_attention_that_is_not_causal_is_left_to_sdpa() -> None:
 # ---- Generation ---------------------------------------------------------------------------------------------------
 
 
-def test_decoding_with_a_cache_equals_one_pass(device: str) -> None:
+@pytest.mark.parametrize("padding", [0, 30])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_decoding_with_a_cache_equals_one_pass(cache: str, padding: int, device: str) -> None:
+    """A static cache has room for keys that are not there yet."""
+    from transformers import DynamicCache, StaticCache
+
     model = twin(make_model(device=device)).eval()
-    ids = tokens(2, 270, device=device)
+    past = DynamicCache(config=model.config) if cache == "dynamic" else StaticCache(model.config, max_cache_len=333)
+    ids, mask = tokens(2, 270, device=device), torch.ones(2, 270, dtype=torch.long, device=device)
+    mask[1, :padding] = 0
+    logits = []
     with torch.no_grad():
-        whole = model(ids).logits
-        start = model(ids[:, :200], use_cache=True)
-        more = model(ids[:, 200:269], past_key_values=start.past_key_values, use_cache=True)
-        last = model(ids[:, 269:], past_key_values=more.past_key_values, use_cache=True)
-    assert error(torch.cat((start.logits, more.logits, last.logits), dim=1), whole) < 2e-5
+        whole = model(ids, attention_mask=mask).logits
+        for begin, end in ((0, 200), (200, 269), (269, 270)):
+            output = model(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=past, use_cache=True)
+            logits.append(output.logits)
+    assert error(torch.cat(logits, dim=1)[mask.bool()], whole[mask.bool()]) < 2e-5
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
