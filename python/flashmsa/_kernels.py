@@ -26,6 +26,7 @@ from ._plan import (
     LSE,
     OUT,
     SCHEDULE,
+    SCHEDULE_BYTES,
     Options,
     Plan,
     plan_of,
@@ -128,7 +129,7 @@ def attention(
     out, lse = plan.empty(OUT), plan.empty(LSE)
     tensors[OUT], tensors[LSE] = out.data_ptr(), lse.data_ptr()
     if schedule is not None:
-        tensors[SCHEDULE] = schedule.data_ptr()
+        tensors[SCHEDULE], tensors[SCHEDULE_BYTES] = schedule.data_ptr(), schedule.numel()
     kl = None
     if with_kl:
         kl = plan.empty(KL)
@@ -195,7 +196,7 @@ def gradients(
     tensors = plan.tensors(q_proxy, k_proxy, q, k, v)
     tensors[LSE] = lse.data_ptr()
     if schedule is not None:
-        tensors[SCHEDULE] = schedule.data_ptr()
+        tensors[SCHEDULE], tensors[SCHEDULE_BYTES] = schedule.data_ptr(), schedule.numel()
     if out is not None:
         _set_output(tensors, OUT, "out", out)
     if dout is not None:
@@ -249,7 +250,7 @@ def schedule(
     result = torch.zeros(plan.schedule_bytes, dtype=torch.uint8, device=plan.geometry.device)
     tensors = plan.tensors(None, None, None, None, None)
     _set_indices(tensors, block_indices, plan)
-    tensors[SCHEDULE] = result.data_ptr()
+    tensors[SCHEDULE], tensors[SCHEDULE_BYTES] = result.data_ptr(), result.numel()
     run(_library.SCHEDULE, plan.config(cu_seqlens_q, cu_seqlens_k), tensors, plan.empty((_library.SCHEDULE,)))
     return result
 
@@ -271,6 +272,6 @@ def forward(
     tensors = plan.tensors(None, None, q, k, v)
     tensors[OUT], tensors[LSE] = out.data_ptr(), lse.data_ptr()
     if schedule is not None:
-        tensors[SCHEDULE] = schedule.data_ptr()
+        tensors[SCHEDULE], tensors[SCHEDULE_BYTES] = schedule.data_ptr(), schedule.numel()
     run(_library.FORWARD, plan.config(cu_seqlens_q, cu_seqlens_k), tensors, plan.empty((_library.FORWARD,)))
     return out, lse

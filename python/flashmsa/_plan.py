@@ -111,7 +111,6 @@ class Plan:
         g = self.geometry
         words = array("q", bytes(ctypes.sizeof(_library.Tensors)))
         words[0] = ctypes.sizeof(_library.Tensors)
-        words[SCHEDULE_BYTES] = self.schedule_bytes
         for field, heads, dim in (
             (OUT, g.heads, g.head_dim),
             (DOUT, g.heads, g.head_dim),

@@ -50,3 +50,262 @@ def test_varlen_matches_eager(device, heads, top_k):
     torch.autograd.backward([expected, expected_kl], [dout.double(), torch.tensor(2.5, device=device, dtype=F64)])
     for mine, theirs in zip(x.leaves(), wide.leaves(), strict=True):
         torch.testing.assert_close(mine.grad.double(), theirs.grad, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("top_k", [0, 2])
+@pytest.mark.parametrize("layout", ["transposed", "contiguous"])
+def test_batched_matches_varlen(device, layout, top_k):
+    """[B, H, S, D] in either layout gives what the packed rows give, bit by bit, gradients too."""
+    batch, tokens, dim = 2, 192, 64
+    x = make_inputs([tokens] * batch, dim=dim, device=device)
+    block_size = BLOCK if top_k else 128
+    expected, expected_kl = varlen(x, top_k, block_size, return_kl=True, deterministic=True)
+    dout = torch.randn_like(expected)
+    torch.autograd.backward([expected, expected_kl], [dout, torch.tensor(2.0, device=device)])
+    leaves = []
+    for t in x.leaves():
+        view = t.detach().unflatten(0, (batch, tokens)).transpose(1, 2)
+        leaves.append((view.contiguous() if layout == "contiguous" else view).requires_grad_())
+    if top_k:
+        out, kl = flashmsa.flash_msa_func(*leaves, top_k * BLOCK, dim**-0.5, block_size=BLOCK, deterministic=True)
+    else:
+        out, kl = flashmsa.flash_msa_warmup_func(*leaves, 128, dim**-0.5, deterministic=True)
+    assert out.shape == (batch, tokens, x.q.shape[1] * dim)
+    torch.autograd.backward([out, kl], [dout.view_as(out), torch.tensor(2.0, device=device)])
+    assert torch.equal(out.view_as(expected), expected)
+    assert torch.equal(kl, expected_kl)
+    for mine, packed in zip(leaves, x.leaves(), strict=True):
+        assert torch.equal(mine.grad.transpose(1, 2).flatten(0, 1), packed.grad)
+
+
+def test_document_list_is_cu_seqlens(device):
+    x = make_inputs([100, 28, 64, 64], device=device)
+    batched = [t.detach().unflatten(0, (2, 128)).transpose(1, 2) for t in x.leaves()]
+    ids = torch.tensor([[5] * 100 + [6] * 28, [6] * 64 + [5] * 64], device=device)
+    by_list, kl_by_list = flashmsa.flash_msa_func(*batched, 128, 0.125, ids, block_size=BLOCK)
+    by_cu, kl_by_cu = flashmsa.flash_msa_func(*batched, 128, 0.125, cu_seqlens=x.cu, block_size=BLOCK)
+    packed, kl = varlen(x, 2, return_kl=True)
+    assert torch.equal(by_list, by_cu)
+    assert torch.equal(by_list.view_as(packed), packed)
+    assert torch.equal(kl_by_list, kl)
+    assert torch.equal(kl_by_cu, kl)
+
+
+def test_kl_metric_and_placeholder(device):
+    """The KL value arrives where it was asked for: in kl_loss, in the metric, in the backward pass."""
+    x = make_inputs([150, 90], device=device)
+    _, kl = varlen(x, 2, return_kl=True)
+    forward_metric, backward_metric = (torch.full((), -1.0, device=device) for _ in range(2))
+    varlen(x, 2, kl_metric=forward_metric)
+    assert torch.equal(forward_metric, kl.detach())
+    out, placeholder = varlen(x, 2, return_kl=True, kl_value=False, kl_metric=backward_metric)
+    assert placeholder.item() == 0.0
+    assert backward_metric.item() == -1.0
+    (out.sum() + placeholder).backward()
+    torch.testing.assert_close(backward_metric, kl.detach(), atol=1e-6, rtol=1e-5)
+    # A metric alone, with nothing that trains the proxies, is filled as well.
+    backward_metric.fill_(-1.0)
+    varlen(x, 2, kl_value=False, kl_metric=backward_metric).sum().backward()
+    torch.testing.assert_close(backward_metric, kl.detach(), atol=1e-6, rtol=1e-5)
+
+
+def test_gradients_go_where_they_belong(device):
+    """out teaches the main tensors alone, kl the proxies alone; what needs no gradient gets none."""
+    x = make_inputs([130], device=device)
+    out, kl = varlen(x, 2, return_kl=True)
+    assert torch.autograd.grad(out.sum(), x.leaves()[:2], retain_graph=True, allow_unused=True) == (None, None)
+    assert torch.autograd.grad(kl, x.leaves()[2:], retain_graph=True, allow_unused=True) == (None, None, None)
+    both = torch.autograd.grad(kl, x.leaves()[:2])
+    assert all(g.abs().max() > 0 for g in both)
+    x = make_inputs([130], device=device)
+    x.k.requires_grad_(False)
+    x.q_proxy.requires_grad_(False)
+    out, kl = varlen(x, 2, return_kl=True)
+    (out.sum() + kl).backward()
+    assert x.k.grad is None
+    assert x.q_proxy.grad is None
+    assert all(t.grad.abs().max() > 0 for t in (x.q, x.v, x.k_proxy))
+
+
+def test_expanded_and_transposed_gradients(device):
+    """dout of out.sum() has stride 0; one that was transposed has its last dimension strided."""
+    x = make_inputs([70, 60], device=device)
+    for make in (
+        lambda out: torch.ones((), device=device).expand_as(out),
+        lambda out: torch.randn_like(out).mT.contiguous().mT,
+    ):
+        grads = []
+        dout = None
+        for dense in (False, True):
+            y = x.clone()
+            out = varlen(y, 2, deterministic=True)
+            dout = make(out) if dout is None else dout
+            out.backward(dout.contiguous() if dense else dout)
+            grads.append([t.grad for t in (y.q, y.k, y.v)])
+        for a, b in zip(*grads, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_fused_projection(device):
+    """q, k and v as views of one tensor give what copies give."""
+    x = make_inputs([120, 9], (4, 2, 2, 1), device=device)
+    fused = torch.cat([t.detach() for t in (x.q, x.k, x.v)], 1).requires_grad_()
+    q, k, v = fused.split([4, 2, 2], 1)
+    out = flashmsa.flash_msa_varlen_func(
+        q, k, v, x.q_proxy, x.k_proxy, x.cu, x.cu, 0, 0, 2, block_size=BLOCK, deterministic=True
+    )
+    expected = varlen(x, 2, deterministic=True)
+    assert torch.equal(out, expected)
+    dout = torch.randn_like(out)
+    out.backward(dout)
+    expected.backward(dout)
+    assert torch.equal(fused.grad, torch.cat([x.q.grad, x.k.grad, x.v.grad], 1))
+
+
+def test_own_block_indices(device):
+    """A caller's selection, shuffled within rows and inside a larger buffer, changes nothing."""
+    x = make_inputs([300, 40], device=device)
+    indices = flashmsa.ops.select(x.q_proxy, x.k_proxy, x.cu, x.cu, 3, BLOCK)
+    wide = torch.zeros(indices.shape[0], 400, 3, dtype=torch.int32, device=device)
+    wide[:, 30:370] = indices.flip(-1)
+    expected = varlen(x, 3, deterministic=True)
+    assert torch.equal(varlen(x, 3, block_indices=wide[:, 30:370], deterministic=True), expected)
+
+
+def test_fragments_with_begins_and_ends(device):
+    """Chunks of one document, as a context-parallel rank has them, are fragments that begin at one key."""
+    x = make_inputs([256], device=device)
+    whole = varlen(x, 2)
+    rows = torch.cat([torch.arange(0, 64), torch.arange(192, 256)]).to(device)
+    q_bounds = torch.tensor([[0, 64], [64, 128]], dtype=torch.int32, device=device)
+    k_bounds = torch.tensor([[0, 0], [64, 256]], dtype=torch.int32, device=device)
+    part = flashmsa.flash_msa_varlen_func(
+        x.q[rows], x.k, x.v, x.q_proxy[rows], x.k_proxy, q_bounds, k_bounds, 64, 256, 2, block_size=BLOCK
+    )
+    torch.testing.assert_close(part, whole[rows], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_gradcheck(top_k):
+    """fp64 on the CPU: out through q, k, v and the KL through the proxies, over a selection that stays."""
+    x = make_inputs([19, 26], (2, 1, 2, 1), dim=8, dtype=F64)
+    indices = flashmsa.ops.select(x.q_proxy, x.k_proxy, x.cu, x.cu, 2, 16) if top_k else None
+
+    def call(q_proxy, k_proxy, q, k, v):
+        return flashmsa.flash_msa_varlen_func(
+            q, k, v, q_proxy, k_proxy, x.cu, x.cu, 0, 0, top_k, block_size=16, block_indices=indices, return_kl=True
+        )
+
+    fixed = [t.detach() for t in x.leaves()]
+    assert torch.autograd.gradcheck(lambda q, k, v: call(*fixed[:2], q, k, v)[0], x.leaves()[2:])
+    assert torch.autograd.gradcheck(lambda a, b: call(a, b, *fixed[2:])[1], x.leaves()[:2])
+
+
+def test_autocast(device):
+    """q and k in fp32 with v in bf16 run in the autocast type; lse, kl and the gradients keep theirs."""
+    x = make_inputs([100], device=device)
+    v = x.v.detach().bfloat16().requires_grad_()
+    arguments = (x.q_proxy, x.k_proxy, x.cu, x.cu, 100, 100, 2)
+    with torch.autocast(device, torch.bfloat16):
+        out, kl, lse = flashmsa.flash_msa_varlen_func(
+            x.q, x.k, v, *arguments, block_size=BLOCK, return_kl=True, return_lse=True
+        )
+        by_operator = torch.ops.flashmsa.forward(x.q, x.k, v, None, x.cu, x.cu, x.q_proxy.shape[1], 0, BLOCK)
+    assert (out.dtype, kl.dtype, lse.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    assert by_operator[0].dtype == torch.bfloat16
+    (out.float().sum() + kl).backward()
+    assert (x.q.grad.dtype, v.grad.dtype, x.q_proxy.grad.dtype) == (torch.float32, torch.bfloat16, torch.float32)
+    low = Inputs(*[t.detach().bfloat16() for t in x.leaves()], x.cu)
+    assert torch.equal(out, varlen(low, 2))
+
+
+def test_no_grad_and_inference_mode(device):
+    x = make_inputs([77], device=device)
+    expected = varlen(x, 2, deterministic=True)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(varlen(x, 2, deterministic=True), expected)
+    batched = [t.detach()[None].transpose(1, 2).requires_grad_() for t in x.leaves()]
+    with torch.inference_mode():
+        flashmsa.flash_msa_func(*batched, 128, 0.125, block_size=BLOCK)
+    flashmsa.flash_msa_func(*batched, 128, 0.125, block_size=BLOCK)[0].sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_is_bit_identical(device, reentrant):
+    x = make_inputs([200, 100], device=device)
+
+    def block(q_proxy, k_proxy, q, k, v):
+        return varlen(Inputs(q_proxy, k_proxy, q, k, v, x.cu), 2, return_kl=True, deterministic=True)
+
+    grads = []
+    for checkpoint in (False, True):
+        y = x.clone()
+        if checkpoint:
+            out, kl = torch.utils.checkpoint.checkpoint(block, *y.leaves(), use_reentrant=reentrant)
+        else:
+            out, kl = block(*y.leaves())
+        (out.square().sum() + kl).backward()
+        grads.append([out, kl, *[t.grad for t in y.leaves()]])
+    for plain, replayed in zip(*grads, strict=True):
+        assert torch.equal(plain, replayed)
+
+
+def test_selective_checkpoint_replays_the_selection(device):
+    """With a policy that keeps block indices, the second forward pass does not select again."""
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    select = torch.ops.flashmsa.select.default
+    selections = 0
+
+    def policy(context, operator, *_args, **_kwargs):
+        nonlocal selections
+        selections += operator is select and not context.is_recompute
+        return CheckpointPolicy.MUST_SAVE if operator is select else CheckpointPolicy.PREFER_RECOMPUTE
+
+    x = make_inputs([200], device=device)
+    out, kl = checkpoint(
+        lambda *leaves: varlen(Inputs(*leaves, x.cu), 2, return_kl=True),
+        *x.leaves(),
+        use_reentrant=False,
+        context_fn=lambda: create_selective_checkpoint_contexts(policy),
+    )
+    (out.sum() + kl).backward()
+    expected = x.clone()
+    plain, plain_kl = varlen(expected, 2, return_kl=True)
+    (plain.sum() + plain_kl).backward()
+    assert selections == 1
+    for mine, theirs in zip(x.leaves(), expected.leaves(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-6, rtol=1e-5)
+
+
+def test_deterministic_algorithms_are_honoured(device, monkeypatch):
+    from flashmsa import _library, functional
+
+    seen = []
+    real = functional.Options
+    monkeypatch.setattr(functional, "Options", lambda *a, **k: seen.append(real(*a, **k).flags) or real(*a, **k))
+    x = make_inputs([64], device=device)
+    varlen(x, 1)
+    torch.use_deterministic_algorithms(True)
+    try:
+        varlen(x, 1)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert seen == [0, _library.FLAG_DETERMINISTIC]
+
+
+def test_double_backward_is_refused():
+    x = make_inputs([40], device="cpu")
+    (grad,) = torch.autograd.grad(varlen(x, 1).square().sum(), x.q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_empty_call(device):
+    x = make_inputs([0, 0], device=device)
+    out, kl, lse = varlen(x, 2, return_kl=True, return_lse=True)
+    assert out.shape == (0, 4, 64)
+    assert lse.shape == (4, 0)
+    (out.sum() + kl).backward()
+    assert x.q.grad.shape == x.q.shape
