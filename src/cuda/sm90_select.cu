@@ -19,6 +19,7 @@ constexpr int panel_dims = 64, panel_bytes = 128; /* a row of a panel */
 
 template <typename T, int dim>
 struct half_operands {
+    static constexpr bool takes_turns = true;
     static constexpr int panels = dim / panel_dims;
     static constexpr int query_bytes = fmsa::select_rows * dim * 2;
     static constexpr int stage_bytes = fmsa::select_keys * dim * 2, stages = dim == 128 ? 4 : 8;

@@ -15,8 +15,9 @@
  * Roles. One producer warpgroup, one thread of which copies Q once and key blocks into a ring of stages (TMA); two
  * consumer warpgroups of 128 rows, two wgmma accumulators of 64 x 128 each. A consumer issues both products of a block,
  * takes the maxima of the block before into its lists while they run, reduces the first accumulator while the second
- * is computed, and the second while the other warpgroup multiplies; the two take turns at issuing. The producer waits
- * for both consumers to empty a stage.
+ * is computed, and the second while the other warpgroup multiplies. In 16 bits the two take turns at issuing, so that
+ * they do not do the same thing at the same time; in 8 bits the turns cost more than they bring. The producer waits for
+ * both consumers to empty a stage.
  *
  * Order. Scores become integers that order as the selection does (NaN lowest, -0 as +0). Blocks come newest first and
  * an equal score goes before those already there, so that ties go to the lower block. */
@@ -272,26 +273,42 @@ __device__ __forceinline__ void row_maxima(const float (&s)[64], float &low, flo
     }
 }
 
-/* The same, faster. Numbers of which one is not negative order as their bits do, and Hopper takes the maximum of three
- * integers at once. The rare others (all negative, or a NaN) show in the result and are done again. */
-__device__ __forceinline__ void row_maxima_by_bits(const float (&s)[64], float &low, float &high) {
-    int32_t best[4];
+/* The greatest or least of each row's numbers as integers; Hopper takes three at once. */
+template <bool greatest>
+__device__ __forceinline__ void row_extremes(const float (&s)[64], int32_t &low, int32_t &high) {
+    const auto bits = [&](int i) { return __float_as_int(s[i]); };
+    int32_t best[4]; /* two chains for each row */
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-        best[i] = max(__float_as_int(s[4 * (i % 2) + 2 * (i / 2)]), __float_as_int(s[4 * (i % 2) + 2 * (i / 2) + 1]));
+    for (int i = 0; i < 4; i++) {
+        const int at = 4 * (i % 2) + 2 * (i / 2);
+        best[i] = greatest ? max(bits(at), bits(at + 1)) : min(bits(at), bits(at + 1));
 #pragma unroll
-    for (int j = 8; j < 64; j += 8) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int at = j + 4 * (i % 2) + 2 * (i / 2);
-            best[i] = __vimax3_s32(best[i], __float_as_int(s[at]), __float_as_int(s[at + 1]));
+        for (int j = at + 8; j < 64; j += 8) {
+            best[i] =
+                greatest ? __vimax3_s32(best[i], bits(j), bits(j + 1)) : __vimin3_s32(best[i], bits(j), bits(j + 1));
         }
     }
-    const int32_t low_bits = max(best[0], best[1]), high_bits = max(best[2], best[3]);
+    low = greatest ? max(best[0], best[1]) : min(best[0], best[1]);
+    high = greatest ? max(best[2], best[3]) : min(best[2], best[3]);
+}
+
+/* The same as row_maxima, faster. Numbers of which one is not negative order as their bits do, negative ones the other
+ * way round. A NaN shows as more than infinity. */
+__device__ __forceinline__ void row_maxima_by_bits(const float (&s)[64], float &low, float &high) {
+    constexpr int32_t infinity = 0x7f800000;
+    int32_t low_bits, high_bits;
+    row_extremes<true>(s, low_bits, high_bits);
     low = __int_as_float(low_bits);
     high = __int_as_float(high_bits);
-    constexpr uint32_t infinity = 0x7f800000u;
-    if (max((uint32_t)low_bits, (uint32_t)high_bits) > infinity) row_maxima(s, low, high);
+    if (max((uint32_t)low_bits, (uint32_t)high_bits) <= (uint32_t)infinity) return;
+    if (max(low_bits, high_bits) > infinity) {
+        row_maxima(s, low, high);
+    } else {
+        int32_t low_least, high_least;
+        row_extremes<false>(s, low_least, high_least);
+        if (low_bits < 0) low = __int_as_float(low_least);
+        if (high_bits < 0) high = __int_as_float(high_least);
+    }
 }
 
 /* The same over the columns up to a limit. */
@@ -441,9 +458,8 @@ __device__ void consume(const select_work &w, const select_ring<Operands> &ring,
             place.advance();
         };
         if (w.local_blocks > 0) {
-            /* The consumers take turns at issuing, so that the one's products run while the other reduces. */
             const uint32_t consumer = threadIdx.x / 128, own_turn = 2 + consumer, other_turn = 3 - consumer;
-            if (consumer == 1) named_barrier_arrive(other_turn, 256);
+            if (Operands::takes_turns && consumer == 1) named_barrier_arrive(other_turn, 256);
             int32_t previous = -1;
             float factor = 0;
 #pragma unroll
@@ -452,13 +468,13 @@ __device__ void consume(const select_work &w, const select_ring<Operands> &ring,
 #pragma unroll 1
             for (int32_t id = share.ids.end - 1; id >= share.ids.begin; id--) {
                 barrier_wait(ring.full(place.stage), place.parity);
-                named_barrier_sync(own_turn, 256);
+                if constexpr (Operands::takes_turns) named_barrier_sync(own_turn, 256);
                 wgmma_fence();
                 operands.multiply(s[0], 0, ring.stage(place.stage));
                 wgmma_commit();
                 operands.multiply(s[1], 1, ring.stage(place.stage));
                 wgmma_commit();
-                named_barrier_arrive(other_turn, 256);
+                if constexpr (Operands::takes_turns) named_barrier_arrive(other_turn, 256);
                 take(previous, factor);
                 factor = factor_of(id);
                 previous = id;

@@ -86,6 +86,7 @@ __global__ void __launch_bounds__(quantise_threads)
 
 template <typename T>
 struct fp8_operands {
+    static constexpr bool takes_turns = false;
     static constexpr int query_bytes = 0, stage_bytes = fmsa::select_keys * dim, stages = 8;
 
     uint32_t q[2][dim / 32][4];

@@ -56,9 +56,13 @@ def check_equal_but_for_rounding(p, x, got, want):
 
 
 @pytest.mark.parametrize("fragments", [ONE, PACKED, PARALLEL], ids=["one", "packed", "parallel"])
-@pytest.mark.parametrize("heads", [(64, 4, 4, 1), (16, 2, 4, 4), (6, 1, 6, 1), (12, 4, 4, 2), (3, 3, 3, 1), (1, 1, 1, 1)])
+@pytest.mark.parametrize(
+    "heads", [(64, 4, 4, 1), (16, 2, 4, 4), (6, 1, 6, 1), (12, 4, 4, 2), (3, 3, 3, 1), (1, 1, 1, 1)]
+)
 @pytest.mark.parametrize("dtype,proxy_dim", [(BF16, 128), (FP16, 64)])
-@pytest.mark.parametrize("top_k,local,init", [(16, 1, 0), (4, 1, 1), (16, 0, 0), (5, 2, 2), (1, 0, 1), (32, 1, 0), (3, 9, 9)])
+@pytest.mark.parametrize(
+    "top_k,local,init", [(16, 1, 0), (4, 1, 1), (16, 0, 0), (5, 2, 2), (1, 0, 1), (32, 1, 0), (3, 9, 9)]
+)
 def test_exact_scores(fragments, heads, dtype, proxy_dim, top_k, local, init):
     p = Problem(heads, fragments, dtype, proxy_dim=proxy_dim, top_k=top_k, local_blocks=local, init_blocks=init)
     x = whole_numbers(p, seed=top_k)
