@@ -4,7 +4,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 PREFIX ?= /usr/local
 FORMATTED = $(shell git ls-files --cached --others --exclude-standard '*.c' '*.h' '*.cu' '*.cuh')
 
-.PHONY: all demo test test-release test-sanitize bench install format format-check clean
+.PHONY: all demo test test-release test-sanitize test-python bench install format format-check clean
 
 # The library with every backend this machine can build, and the flashmsa command.
 all:
@@ -24,8 +24,8 @@ FORCE:
 demo: $(BUILD)/cpu/tools/flashmsa
 	OMP_WAIT_POLICY=passive $(BUILD)/cpu/tools/flashmsa train --compare --out $(BUILD)/demo
 
-# Everything that needs no GPU: the C tests as they ship, and again under ASan and UBSan.
-test: test-release test-sanitize
+# Everything that needs no GPU: the C tests as they ship, again under ASan and UBSan, and the Python package's.
+test: test-release test-sanitize test-python
 
 test-release:
 	@scripts/setup.sh test
@@ -38,6 +38,10 @@ test-sanitize:
 	cmake -S . -B $(BUILD)/sanitize -DFLASHMSA_CUDA=OFF -DFLASHMSA_BUILD_TESTS=ON -DFLASHMSA_SANITIZE=ON
 	cmake --build $(BUILD)/sanitize -j $(JOBS)
 	ctest --test-dir $(BUILD)/sanitize --output-on-failure
+
+test-python:
+	@scripts/setup.sh test
+	scripts/test_python.sh
 
 # The speed of every operation beside a large sgemm, at two lengths.
 bench: $(BUILD)/cpu/tools/flashmsa

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Makes sure that what a make target needs is on this machine: scripts/setup.sh build|test|ci
 #   build  a C compiler with OpenMP, CMake, and OpenBLAS (used at run time by `train` and `bench` when it is there)
-#   test   the same, and cmocka
-#   ci     the same, and clang with its runtimes, and a Python that can make virtual environments
+#   test   the same, cmocka, and a Python that can make virtual environments
+#   ci     the same, and clang with its runtimes
 # On a Debian-like system, root (or sudo without a password) installs what is missing. Elsewhere this says what to
 # install and fails, unless only optional things are missing.
 set -euo pipefail
@@ -21,10 +21,10 @@ command -v cmake >/dev/null || required+=(cmake)
 have_library libopenblas || optional+=(libopenblas0-pthread)
 if [ "$level" != build ]; then
     [ -e /usr/include/cmocka.h ] || [ -e /usr/local/include/cmocka.h ] || required+=(libcmocka-dev)
+    have_venv || required+=(python3 python3-venv)
 fi
 if [ "$level" = ci ]; then
     clang_compiles || required+=(clang libomp-dev libclang-rt-dev)
-    have_venv || required+=(python3-venv)
 fi
 [ ${#required[@]} -eq 0 ] && [ ${#optional[@]} -eq 0 ] && exit 0
 

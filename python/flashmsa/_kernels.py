@@ -205,7 +205,7 @@ def gradients(
         tensors[GRAD_KL] = _check_real("grad_kl", grad_kl, plan).data_ptr()
 
     results: list[torch.Tensor | None] = []
-    for field, is_wanted in zip(_GRADIENTS, wanted):  # noqa: B905
+    for field, is_wanted in zip(_GRADIENTS, wanted):
         x = None
         if is_wanted:
             x = plan.empty(field)

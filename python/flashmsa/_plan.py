@@ -145,7 +145,7 @@ class Plan:
                     template[field + 1], template[field + 2] = token_strides(name, x)
             self._tensors[strides] = template
         words = template[:]
-        for field, x in zip(_INPUTS, inputs):  # noqa: B905
+        for field, x in zip(_INPUTS, inputs):
             if x is not None:
                 words[field] = x.data_ptr()
         return words

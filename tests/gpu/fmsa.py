@@ -4,64 +4,24 @@ import ctypes
 import dataclasses
 import os
 import pathlib
+import sys
 
 import torch
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+# The structures and signatures are the Python package's, which need not be installed.
+sys.path.insert(0, str(ROOT / "python"))
+os.environ.setdefault("FLASHMSA_LIBRARY", str(ROOT / "build" / "gpu" / "src" / "libflashmsa.so"))
+from flashmsa._library import RUN, Config, Tensors, TensorView, lib  # noqa: E402
+
 OK, ARGUMENT, UNSUPPORTED, WORKSPACE, DEVICE, CUDA_ERROR = range(6)
 SELECT, SCHEDULE, FORWARD, PROXY_LOSS, BACKWARD, BACKWARD_WITH_PROXY = range(6)
 DETERMINISTIC, SELECT_FP8, CHECK_FRAGMENTS, FP32_KV_GRADS, PORTABLE = 1, 2, 4, 8, 16
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float64: 3}
 GUARD = 4096  # bytes before and behind every buffer
 POISON = 0xFF  # NaN in every floating-point type, -1 in every integer
-
-i32, i64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
-
-
-class TensorView(ctypes.Structure):
-    _fields_ = [("data", pointer), ("row_stride", i64), ("head_stride", i64)]
-
-
-class Config(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("device", i32), ("device_index", i32), ("stream", pointer), ("num_threads", i32),
-        ("dtype", i32), ("mode", i32), ("flags", ctypes.c_uint32),
-        ("num_heads", i32), ("num_kv_heads", i32), ("num_proxy_heads", i32), ("num_proxy_kv_heads", i32),
-        ("head_dim", i32), ("proxy_head_dim", i32), ("block_size", i32), ("top_k", i32),
-        ("local_blocks", i32), ("init_blocks", i32),
-        ("softmax_scale", ctypes.c_double), ("proxy_scale", ctypes.c_double), ("kl_count", i64),
-        ("total_q", i64), ("total_k", i64), ("num_fragments", i64), ("max_seqlen_k", i64),
-        ("q_begin", pointer), ("q_end", pointer), ("k_begin", pointer), ("k_end", pointer),
-        ("scratch_limit", ctypes.c_size_t),
-    ]  # fmt: skip
-
-
 VIEWS = ("q", "k", "v", "q_proxy", "k_proxy", "block_indices")
 RESULTS = ("out", "lse", "dout", "dq", "dk", "dv", "dq_proxy", "dk_proxy")
-
-
-class Tensors(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        *[(name, TensorView) for name in VIEWS],
-        ("schedule", pointer), ("schedule_bytes", ctypes.c_size_t),
-        *[(name, TensorView) for name in RESULTS],
-        ("grad_kl", pointer), ("kl", pointer),
-    ]  # fmt: skip
-
-
-def load():
-    path = os.environ.get("FLASHMSA_LIBRARY", ROOT / "build" / "gpu" / "src" / "libflashmsa.so")
-    library = ctypes.CDLL(str(path))
-    for name in ("fmsa_last_error", "fmsa_build_info", "fmsa_version"):
-        getattr(library, name).restype = ctypes.c_char_p
-    return library
-
-
-lib = load()
-RUN = (lib.fmsa_select, lib.fmsa_schedule, lib.fmsa_forward, lib.fmsa_proxy_loss, lib.fmsa_backward,
-       lib.fmsa_backward_with_proxy)  # fmt: skip
 
 
 class Failure(Exception):
@@ -228,7 +188,7 @@ class Call:
         if self.p.device == "cuda":
             c.stream = torch.cuda.current_stream().cuda_stream
         data = workspace.bytes.data_ptr() if len(workspace.bytes) else None
-        check(RUN[operation](ctypes.byref(c), ctypes.byref(t), pointer(data), ctypes.c_size_t(len(workspace.bytes))))
+        check(RUN[operation](ctypes.byref(c), ctypes.byref(t), ctypes.c_void_p(data), ctypes.c_size_t(len(workspace.bytes))))
 
     def run(self, operation, outputs):
         self.enqueue(operation, self.prepare(operation, outputs))
