@@ -28,6 +28,8 @@ layout make_layout(const fmsa_problem *problem) {
     l.shape.heads = c.num_heads / l.units;
     l.shape.half_tokens = half_rows / l.shape.heads;
     l.shape.tokens = 2 * l.shape.half_tokens;
+    l.shape.inverse = static_cast<uint32_t>((65536 + l.shape.heads - 1) / l.shape.heads);
+    if (l.shape.tokens == 0) return l; /* more heads than a half has rows */
     l.shape.per_block = (block_keys + l.shape.tokens - 1) / l.shape.tokens;
     /* Measured: a step of the query-outer kernel pays where 5 of 8 tokens take part. */
     l.popular = (5 * l.shape.tokens + 7) / 8;
@@ -78,7 +80,6 @@ void take_scratch(const fmsa_problem *problem, const layout &how, int64_t rows, 
     if (is_dense(problem)) return;
     const int64_t lists = int64_t(l->most_tiles) * c.num_proxy_heads, edges = c.num_proxy_heads * rows * l->slots;
     const int64_t cells = int64_t(l->most_tiles) * l->units * l->slots * how.shape.tokens;
-    l->most_items = most_items(problem, rows);
     l->lists.most_tiles = l->most_tiles;
     l->lists.room = how.room;
     l->lists.words = how.words;
@@ -88,8 +89,7 @@ void take_scratch(const fmsa_problem *problem, const layout &how, int64_t rows, 
     take(l->lists.token_partials, lists * l->lists.count_bytes);
     take(l->edge_cell, edges);
     take(l->cuts, 2);
-    take(l->item_edges, l->most_items);
-    take(l->item_begin, l->most_items);
+    take(l->pieces, most_items(problem, rows) + edges / (piece_tiles * how.shape.tokens));
     take(l->remote, edges);
     take(l->partial_lse, cells * how.shape.heads);
     l->partial_values = fmsa_cuda_take(arena, cells * how.shape.heads, 2 * c.head_dim);
@@ -105,7 +105,7 @@ size_t scratch_bytes(const fmsa_problem *problem, const layout &how, int64_t row
 /* Rows of a chunk, so that its scratch fits in scratch_limit, or without one in what a launch needs to fill the card:
  * all rows, or whole segments of the schedule, or a power of two of rows. */
 fmsa_status plan_chunks(const fmsa_problem *problem, const layout &how, int64_t *rows) {
-    constexpr size_t usual_bytes = size_t(5) << 29;
+    constexpr size_t usual_bytes = size_t(9) << 29;
     constexpr int64_t least_rows = 128;
     const fmsa_config &c = problem->config;
     const int64_t least = c.total_q < least_rows ? c.total_q : least_rows;

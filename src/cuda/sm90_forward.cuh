@@ -23,12 +23,18 @@ constexpr int most_tokens = 2 * half_rows;                  /* of a tile */
 constexpr int mask_words = most_tokens / 32;                /* one bit a token */
 constexpr int kernel_threads = 384, consumer_threads = 256; /* of a kernel that attends: a producer, two consumers */
 
-/* Token and head of a row of a half are row / heads and row % heads. */
+/* A row of a half belongs to token row / heads and head row % heads. */
 struct tile_shape {
     int32_t heads;       /* of a unit, 1 ... 64 */
     int32_t half_tokens; /* 64 / heads */
     int32_t tokens;      /* 2 * half_tokens */
     int32_t per_block;   /* tiles that 128 positions are cut into */
+    uint32_t inverse;    /* 65,536 / heads, rounded up */
+
+    /* Exact for all rows of a half. */
+    __device__ __forceinline__ int32_t token_of(int32_t row) const {
+        return row * inverse >> 16;
+    }
 };
 
 /* One tile, as the plan places it. */
@@ -54,7 +60,8 @@ struct counters {
     int32_t next_merge;
     int32_t next_key;
     int32_t remote_edges; /* that the key-outer kernel takes */
-    int32_t reserved[2];
+    int32_t pieces;       /* they come in */
+    int32_t reserved;
 };
 
 /* A tile's list of key blocks, for one proxy head: steps of the query-outer kernels. Entry 0 is the local block, the
@@ -81,71 +88,158 @@ struct step_lists {
     __device__ __forceinline__ int64_t list(int32_t proxy_head, int32_t tile) const {
         return int64_t(proxy_head) * most_tiles + tile;
     }
-    /* The block of step i, and in chosen the lane's word of the tile's `rows` tokens that chose it. */
-    __device__ __forceinline__ int32_t read(int64_t list, const step_list &l, int32_t rows, int32_t i,
-                                            uint32_t &chosen) const {
-        const int lane = threadIdx.x & 31;
-        const int32_t left = rows - 32 * lane;
-        chosen = left >= 32 ? 0xffffffffu : left <= 0 ? 0 : (1u << left) - 1;
-        if (lists == nullptr) return l.steps - 1 - i;
-        const int32_t place = i < l.front ? i : room - l.steps + i;
-        const uint32_t *entry = entries + (list * room + place) * (1 + words);
-        if (i < l.front && lane < words) chosen = entry[1 + lane];
-        return entry[0];
-    }
 };
 
-/* What the query-outer kernels work on. */
+/* What the query-outer kernels work on: pairs of a tile and a unit. */
 struct tile_work {
     tile_shape shape;
     int32_t units, units_per_key_head, units_per_proxy_head;
+    int32_t
+        side; /* units that are taken side by side, a divisor of units: so many that their keys and values fit in L2 */
     const tile *tiles;
     step_lists lists;
     counters *state;
+    int32_t slots, unit_cells; /* see partial_results */
 };
 
-/* A tile of one unit, and its list. */
-struct piece {
+/* A tile of one unit as the warps of a query-outer kernel see it. */
+struct __align__(16) tile_header {
     tile at;
-    step_list list;
-    int32_t number, unit; /* of the tile */
-    int64_t list_number;
+    step_list list;              /* steps 0: no tile is left */
+    uint32_t chosen[mask_words]; /* of the local block */
+    const uint32_t *entries;     /* of the list; NULL in dense mode */
+    int64_t first_cell;          /* of the partial results */
+    int32_t unit;
+    int32_t reserved[3];
+    uint8_t token_partials[most_tokens];
 };
 
-/* What a consumer must know of it. */
-struct tile_header {
-    int32_t first_row, rows, position, unit;
-    int32_t steps; /* 0: no tile is left */
-    int32_t masked;
+/* Headers in turn. The planner warp is up to two ahead of the producer, which loads at most two tiles ahead of the one
+ * that the consumers are at, and these write the results of the tile before. */
+struct header_ring {
+    static constexpr int size = 6;
+    tile_header header[size];
+    uint64_t fetched[size], begun[size]; /* barriers: by the planner; by the producer */
 };
 
-/* Hands pieces to a producer warp, all of whose lanes call each function. */
-struct work_source {
+__device__ __forceinline__ int32_t following(int32_t header) {
+    return header + 1 == header_ring::size ? 0 : header + 1;
+}
+
+/* Called by one thread before the block starts. */
+__device__ __forceinline__ void init_headers(header_ring &r) {
+    for (int i = 0; i < header_ring::size; i++) {
+        barrier_init(shared_address(&r.fetched[i]), 1);
+        barrier_init(shared_address(&r.begun[i]), 1);
+    }
+}
+
+/* The work of the planner warp: it hands out tiles and fetches their headers, so that the producer never waits for
+ * memory. */
+struct planner {
     const tile_work &w;
+    header_ring &r;
     int32_t *counter;
-    int32_t drawn = 0; /* lane 0: the next piece's number, drawn early since the answer takes its time */
+    const int lane = threadIdx.x & 31;
+    int32_t drawn = 0; /* lane 0: the next piece of work, drawn early since the answer takes its time */
 
     __device__ __forceinline__ void draw() {
-        if ((threadIdx.x & 31) == 0) drawn = atomicAdd(counter, 1);
+        if (lane == 0) drawn = atomicAdd(counter, 1);
     }
 
-    /* Long lists stand at a document's end, so tiles are taken from the last; the units of a tile side by side. */
-    __device__ __forceinline__ bool take(piece &p) {
-        const int32_t work = uniform(drawn), place = work / w.units;
-        p.number = w.state->tiles - 1 - place;
-        if (p.number < 0) return false;
+    /* Long lists stand at a document's end, so tiles are taken from the last. Whether there is one. */
+    __device__ __forceinline__ bool fetch(tile_header &h, int32_t tiles) {
+        const int32_t work = uniform(drawn), group = work / max(tiles * w.side, 1);
+        if (group * w.side >= w.units || tiles == 0) {
+            if (lane == 0) h.list.steps = 0;
+            __syncwarp();
+            return false;
+        }
         draw();
-        p.unit = work - place * w.units;
-        p.at = w.tiles[p.number];
-        p.list_number = 0;
-        if (w.lists.lists == nullptr) {
-            const int32_t steps = p.at.local_block() + 1;
-            p.list = {steps, p.at.rows == w.shape.tokens ? 1 : steps, 0, 0};
-        } else {
-            p.list_number = w.lists.list(p.unit / w.units_per_proxy_head, p.number);
-            p.list = w.lists.lists[p.list_number];
+        const int32_t in_group = work - group * tiles * w.side, place = in_group / w.side;
+        const int32_t number = tiles - 1 - place, unit = group * w.side + in_group - place * w.side;
+        const bool dense = w.lists.lists == nullptr;
+        const char *const from = reinterpret_cast<const char *>(w.tiles + number);
+        if (lane < 2) cp_async_16(shared_address(&h.at) + 16 * lane, from + 16 * lane, true);
+        if (!dense) {
+            const int64_t list = w.lists.list(unit / w.units_per_proxy_head, number);
+            const int32_t counts = w.lists.count_bytes;
+            const uint32_t *const entries = w.lists.entries + list * w.lists.room * (1 + w.lists.words);
+            if (lane == 2) cp_async_16(shared_address(&h.list), w.lists.lists + list, true);
+            if (lane >= 4 && lane < 4 + w.lists.words)
+                cp_async_4(shared_address(&h.chosen[lane - 4]), entries + 1 + lane - 4, true);
+            if (lane >= 8 && lane - 8 < counts / 16) {
+                cp_async_16(shared_address(h.token_partials) + 16 * (lane - 8),
+                            w.lists.token_partials + list * counts + 16 * (lane - 8), true);
+            }
+            if (lane == 0) h.entries = entries;
+        }
+        if (lane == 0) {
+            h.unit = unit;
+            h.first_cell = int64_t(unit) * w.unit_cells + int64_t(number) * w.slots * w.shape.tokens;
+        }
+        cp_async_commit();
+        cp_async_wait<0>();
+        __syncwarp();
+        if (dense) {
+            const int32_t steps = h.at.local_block() + 1;
+            if (lane < mask_words) h.chosen[lane] = token_bits(h.at.rows, lane);
+            if (lane == 0) {
+                h.list = {steps, h.at.rows == w.shape.tokens ? 1 : steps, 0, 0};
+                h.entries = nullptr;
+            }
+            __syncwarp();
         }
         return true;
+    }
+
+    __device__ __forceinline__ void run() {
+        const int32_t tiles = w.state->tiles;
+        draw();
+        bool more = true;
+        int32_t begun = -2; /* the header that the producer must have begun */
+        uint32_t parity = 0;
+        for (int32_t at = 0; more; at = following(at)) {
+            if (begun >= 0) barrier_wait(shared_address(&r.begun[begun]), parity);
+            if (++begun == header_ring::size) {
+                begun = 0;
+                parity ^= 1;
+            }
+            more = fetch(r.header[at], tiles);
+            if (lane == 0) barrier_arrive(shared_address(&r.fetched[at]));
+        }
+    }
+
+    /* Word `word` of the bits of a tile's tokens. */
+    static __device__ __forceinline__ uint32_t token_bits(int32_t rows, int32_t word) {
+        const int32_t left = rows - 32 * word;
+        return left >= 32 ? 0xffffffffu : left <= 0 ? 0 : (1u << left) - 1;
+    }
+};
+
+/* The producer's way through a tile's list; each entry is read a step early. */
+struct list_reader {
+    const tile_header &h;
+    const int32_t room, words;
+    int32_t block;   /* of the step */
+    uint32_t chosen; /* the lane's word of the tokens that chose it */
+    int32_t step = 0;
+
+    __device__ __forceinline__ list_reader(const tile_header &h, const step_lists &lists)
+        : h(h), room(lists.room), words(lists.words), block(h.at.local_block()),
+          chosen((threadIdx.x & 31) < mask_words ? h.chosen[threadIdx.x & 31] : 0) {
+    }
+    /* The next step's block and tokens; the caller assigns them once it is done with this step's. */
+    __device__ __forceinline__ int32_t next(uint32_t &next_chosen) {
+        const int lane = threadIdx.x & 31;
+        step++;
+        next_chosen = planner::token_bits(h.at.rows, lane);
+        if (h.entries == nullptr) return block - 1;
+        if (step >= h.list.steps) return 0;
+        const int32_t place = step < h.list.front ? step : room - h.list.steps + step;
+        const uint32_t *const entry = h.entries + place * (1 + words);
+        if (step < h.list.front && lane < words) next_chosen = entry[1 + lane];
+        return entry[0];
     }
 };
 
@@ -166,6 +260,16 @@ __device__ __forceinline__ void clear_values(uint32_t values, int32_t keys) {
 struct remote_edge {
     int32_t row, cell;
 };
+
+/* Work of the key-outer kernel: edges of one key block and proxy head, at most piece_tiles tiles of them, so that the
+ * last ones to finish do not keep the card waiting. */
+struct __align__(16) edge_piece {
+    int32_t begin, edges; /* in the array of remote edges */
+    int32_t block;        /* block id */
+    int32_t proxy_head;
+};
+
+constexpr int32_t piece_tiles = 16;
 
 /* Partial results: a cell is one (unit, tile, slot, token), numbered in 32 bits, and holds `heads` rows of head_dim
  * values, each divided by its own sum, and their LSE in base 2. Within a row, the eight values that a lane of an
@@ -208,13 +312,14 @@ struct row_pair {
     float low, high;
 };
 
-/* s = q k^T; q: K-major, columns 64 ... 127 lie q_half bytes behind the others. */
+/* s = q k^T; q is a half's rows, [D / 64][64 rows][128 bytes]; k a block's, [D / 64][128 keys][128 bytes]. */
 template <typename T, int D>
-__device__ __forceinline__ void issue_scores(float (&s)[64], uint64_t q, uint32_t q_half, uint64_t k) {
+__device__ __forceinline__ void issue_scores(float (&s)[64], uint64_t q, uint64_t k) {
 #pragma unroll
     for (int i = 0; i < D / 16; i++) {
         const uint32_t column = (i & 3) * 32;
-        wgmma_if(s, q + ((i / 4 * q_half + column) >> 4), k + ((i / 4 * (block_keys * 128) + column) >> 4), i > 0, T());
+        wgmma_if(s, q + ((i / 4 * (half_rows * 128) + column) >> 4), k + ((i / 4 * (block_keys * 128) + column) >> 4),
+                 i > 0, T());
     }
 }
 
@@ -392,85 +497,79 @@ __device__ __forceinline__ int32_t fresh(int32_t x) {
 
 /* LSE in base 2 of a row, and in inverse what its output is multiplied by. total is the whole row's sum. */
 __device__ __forceinline__ float finish_row(float reference, float total, float &inverse) {
-    inverse = total > 0 ? 1 / total : total; /* NaN stays NaN */
-    return total > 0 ? reference + log2f(total) : total == 0 ? -CUDART_INF_F : total;
+    inverse = total > 0 ? __fdividef(1, total) : total; /* NaN stays NaN */
+    return total > 0 ? reference + log2_approx(total) : total == 0 ? -CUDART_INF_F : total;
 }
 
-/* ---- The way of a tile's results to memory. ---- */
-
-/* Where the rows of a half lie relative to its first token and the unit's first head, in elements of out. */
-struct row_offsets {
-    int64_t at[half_rows];
-};
-
-/* A tile that waits for its results to be written. */
-struct pending_tile {
-    int32_t first_row, rows, unit; /* rows 0: none */
-    softmax_state state;
-};
+/* ---- The way of a tile's results to memory: a warp stages its 16 rows in 32 * D bytes of shared memory of its own,
+ * [D / 64][16 rows][128 bytes], swizzled as the TMA does it. ---- */
 
 template <typename T>
 struct result_views {
     view<T> out;
     view<float> lse;
+    bool boxes; /* a warp's rows are a box of out */
 };
 
-/* Called by all threads of a block. */
-template <typename T>
-__device__ __forceinline__ void fill_offsets(row_offsets &offsets, const tile_shape &shape,
-                                             const result_views<T> &results) {
-    if (threadIdx.x >= half_rows) return;
-    const int32_t token = threadIdx.x / shape.heads, head = threadIdx.x % shape.heads;
-    offsets.at[threadIdx.x] = token * results.out.row_stride + head * results.out.head_stride;
-}
-
-/* Writes the 16 rows of a warp: `warp` of the half that `half` says. staging: 32 * D bytes of shared memory of its own;
- * row_low: the thread's first row within the half. */
+/* Returns the LSE (base 2) of the thread's rows. */
 template <typename T, int D>
-__device__ __forceinline__ void write_results(const result_views<T> &results, const row_offsets &offsets,
-                                              const tile_shape &shape, uint32_t staging, int half, int warp,
-                                              const pending_tile &at, const float (&o)[D / 2]) {
-    constexpr int chunks = D / 8; /* 16 bytes each, of a row */
+__device__ __forceinline__ row_pair stage_results(uint32_t staging, const softmax_state &state,
+                                                  const float (&o)[D / 2]) {
     const int lane = fresh(threadIdx.x & 31);
-    const row_pair total = {quad_sum(at.state.sum.low), quad_sum(at.state.sum.high)};
-    row_pair inverse;
-    const float lse_low = finish_row(at.state.reference.low, total.low, inverse.low);
-    const float lse_high = finish_row(at.state.reference.high, total.high, inverse.high);
-
-    __syncwarp(); /* the previous tile's results have left the staging area */
-    const int matrix_row = (lane >> 3 & 1) * 8 + (lane & 7);
+    const row_pair total = {quad_sum(state.sum.low), quad_sum(state.sum.high)};
+    row_pair inverse, lse;
+    lse.low = finish_row(state.reference.low, total.low, inverse.low);
+    lse.high = finish_row(state.reference.high, total.high, inverse.high);
+    if (lane == 0) bulk_wait_read<0>(); /* the last tile's results have left */
+    __syncwarp();
+    const uint32_t row = staging + ((lane >> 3 & 1) * 8 + (lane & 7)) * 128;
 #pragma unroll
     for (int j = 0; j < D / 8; j += 2) {
-        const int chunk = (j + (lane >> 4)) ^ (lane & 7);
-        stmatrix_x4(staging + matrix_row * (2 * D) + chunk * 16,
+        stmatrix_x4(row + j / 8 * 2048 + (((j & 7) + (lane >> 4)) ^ (lane & 7)) * 16,
                     pack_pair(o[4 * j] * inverse.low, o[4 * j + 1] * inverse.low, T()),
                     pack_pair(o[4 * j + 2] * inverse.high, o[4 * j + 3] * inverse.high, T()),
                     pack_pair(o[4 * j + 4] * inverse.low, o[4 * j + 5] * inverse.low, T()),
                     pack_pair(o[4 * j + 6] * inverse.high, o[4 * j + 7] * inverse.high, T()));
     }
-    __syncwarp();
+    return lse;
+}
 
-    const int32_t first_token = half * shape.half_tokens, first_head = at.unit * shape.heads;
-    const int32_t rows = min(max(at.rows - first_token, 0), shape.half_tokens) * shape.heads;
-    T *const base = results.out.at(at.first_row + first_token, first_head);
-    constexpr int rows_at_once = 32 / chunks;
-    const int chunk = lane % chunks;
-#pragma unroll 1
-    for (int i = 0; i < 16; i += rows_at_once) {
-        const int row = i + lane / chunks;
-        if (warp * 16 + row < rows) {
-            const uint4 value = load_shared_16(staging + row * (2 * D) + (chunk ^ (row & 7)) * 16);
-            *reinterpret_cast<uint4 *>(base + offsets.at[warp * 16 + row] + chunk * 8) = value;
+/* Writes what the warp has staged: `warp` of the half that `half` says. One copy by the TMA where all rows are used and
+ * form a box, else 16 bytes a lane. */
+template <typename T, int D>
+__device__ __forceinline__ void write_results(const result_views<T> &results, const CUtensorMap &out_map,
+                                              const tile_shape &shape, uint32_t staging, int half, int warp,
+                                              const tile_header &h, const row_pair &lse) {
+    const int lane = fresh(threadIdx.x & 31);
+    const int32_t token = h.at.first_row + half * shape.half_tokens, head = h.unit * shape.heads;
+    const int32_t rows = min(max(h.at.rows - half * shape.half_tokens, 0), shape.half_tokens) * shape.heads;
+    if (results.boxes && warp * 16 + 16 <= rows) {
+        const int32_t tokens = shape.token_of(warp * 16);
+        fence_async_proxy();
+        __syncwarp();
+        if (lane == 0) {
+            tma_store_4d(&out_map, staging, 0, head + warp * 16 - tokens * shape.heads, token + tokens, 0);
+            bulk_commit();
         }
+    } else {
+        __syncwarp();
+#pragma unroll 1
+        for (int i = lane; i < 16 * (D / 8); i += 32) {
+            const int row = i / (D / 8), chunk = i % (D / 8), at = warp * 16 + row, tokens = shape.token_of(at);
+            if (at >= rows) break;
+            const uint32_t from = staging + chunk / 8 * 2048 + row * 128 + ((chunk ^ row) & 7) * 16;
+            T *const to = results.out.at(token + tokens, head + at - tokens * shape.heads);
+            *reinterpret_cast<uint4 *>(to + chunk * 8) = load_shared_16(from);
+        }
+        __syncwarp();
     }
     if ((lane & 3) == 0) {
         const int low = warp * 16 + lane / 4, high = low + 8;
-        const auto lse_at = [&](int row) {
-            const int32_t token = row / shape.heads;
-            return results.lse.at(at.first_row + first_token + token, first_head + row - token * shape.heads);
-        };
-        if (low < rows) *lse_at(low) = lse_low * (1 / log2_e);
-        if (high < rows) *lse_at(high) = lse_high * (1 / log2_e);
+        const int32_t token_low = shape.token_of(low), token_high = shape.token_of(high);
+        if (low < rows)
+            *results.lse.at(token + token_low, head + low - token_low * shape.heads) = lse.low * (1 / log2_e);
+        if (high < rows)
+            *results.lse.at(token + token_high, head + high - token_high * shape.heads) = lse.high * (1 / log2_e);
     }
 }
 
@@ -492,12 +591,10 @@ struct launch_parameters {
     int32_t *fragment_tile; /* [fragments + 1] */
     tile *tiles;            /* [most_tiles] */
     step_lists lists;
-    int32_t *edge_cell;  /* [proxy heads][rows][slots]: where an edge's partial result goes; -1: nowhere */
-    int32_t *cuts;       /* [2] the chunk's first item, and one past its last */
-    int32_t *item_edges; /* [items of the chunk] edges of each that the key-outer kernel takes */
-    int32_t *item_begin; /* [items of the chunk] the first of them in remote */
+    int32_t *edge_cell; /* [proxy heads][rows][slots]: where an edge's partial result goes; -1: nowhere */
+    int32_t *cuts;      /* [2] the chunk's first item, and one past its last */
+    edge_piece *pieces;
     remote_edge *remote;
-    int64_t most_items;
     int32_t slots;
     void *partial_values;
     float *partial_lse;
@@ -568,18 +665,52 @@ fmsa_status make_key_map(const launch_parameters &l, const fmsa_tensor &keys, CU
 }
 
 template <typename T>
-result_views<T> make_results(const fmsa_tensors &t) {
+result_views<T> make_results(const launch_parameters &l) {
+    const fmsa_tensors &t = *l.tensors;
     const view<float> lse(static_cast<float *>(t.lse.data), t.lse.row_stride, t.lse.head_stride);
-    return {view<T>(t.out), lse};
+    return {view<T>(t.out), lse, 16 % l.shape.heads == 0 || l.shape.heads % 16 == 0};
 }
 
-inline tile_work make_tile_work(const launch_parameters &l) {
-    return {l.shape, l.units, l.units_per_key_head, l.units_per_proxy_head, l.tiles, l.lists, l.state};
+/* Boxes of the 16 rows of a warp: [halves of columns][tokens][heads][64 columns]. */
+template <typename T>
+fmsa_status make_result_map(const launch_parameters &l, CUtensorMap *map) {
+    const fmsa_config &c = l.problem->config;
+    const fmsa_tensor &out = l.tensors->out;
+    fmsa_tensor_map_shape shape = {};
+    shape.type = map_type<T>;
+    shape.element_bytes = sizeof(T);
+    shape.rank = 4;
+    shape.size[0] = 64;
+    shape.size[1] = c.num_heads;
+    shape.size[2] = c.total_q;
+    shape.size[3] = c.head_dim / 64;
+    shape.stride[1] = used_stride(c.num_heads, out.head_stride, c.head_dim);
+    shape.stride[2] = used_stride(c.total_q, out.row_stride, c.head_dim);
+    shape.stride[3] = 64;
+    shape.box[0] = 64;
+    shape.box[1] = l.shape.heads < 16 ? l.shape.heads : 16;
+    shape.box[2] = 16 / shape.box[1];
+    shape.box[3] = c.head_dim / 64;
+    shape.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+    return fmsa_tensor_map(map, out.data, &shape);
 }
 
 template <typename T>
 partial_results<T> make_partials(const launch_parameters &l) {
     return {static_cast<T *>(l.partial_values), l.partial_lse, l.slots, l.most_tiles * l.slots * l.shape.tokens};
+}
+
+inline tile_work make_tile_work(const launch_parameters &l) {
+    constexpr int64_t l2_bytes = 34 << 20; /* for keys and values; the card has 50 MiB or more */
+    const fmsa_config &c = l.problem->config;
+    const int64_t document = c.max_seqlen_k > 0 && c.max_seqlen_k < c.total_k ? c.max_seqlen_k : c.total_k;
+    const int64_t head_bytes = document * c.head_dim * 4;
+    int32_t side = l.units;
+    while (side > 1 && (l.units % side != 0 || side * head_bytes > l2_bytes * l.units_per_key_head))
+        side--;
+    const int32_t unit_cells = l.most_tiles * l.slots * l.shape.tokens;
+    return {l.shape, l.units,   l.units_per_key_head, l.units_per_proxy_head, side, l.tiles, l.lists, l.state,
+            l.slots, unit_cells};
 }
 
 fmsa_status make_plan(const launch_parameters &p);

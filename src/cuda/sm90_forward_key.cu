@@ -1,7 +1,7 @@
-/* The key-outer forward: the edges that few neighbours share. A work item is a key block and the tokens that chose it;
- * K and V stay in shared memory while tiles of these tokens' query rows are gathered, and every edge leaves a partial
- * result (sm90_forward.cuh), which the merging kernel takes up. Only whole blocks that lie before a row's own come
- * here: nothing is masked.
+/* The key-outer forward: the edges that few neighbours share. A piece of work is a key block and some of the tokens
+ * that chose it; K and V stay in shared memory while tiles of these tokens' query rows are gathered, and every edge
+ * leaves a partial result (sm90_forward.cuh), which the merging kernel takes up. Only whole blocks that lie before a
+ * row's own come here: nothing is masked.
  *
  * Tile: two halves of 64 rows, one a consumer warpgroup, each with half_tokens tokens of the list, by the 128 keys of
  * the block. Warp roles: warp 0 produces (it gathers a token's heads with one copy for 64 columns), two warpgroups
@@ -29,8 +29,7 @@ struct key_parameters {
     int32_t units_per_key_head, units_per_proxy_head;
     float scale_log2;
     counters *state;
-    const fmsa_cuda_item *items;
-    const int32_t *cuts, *item_edges, *item_begin;
+    const edge_piece *pieces;
     const remote_edge *remote;
     const int32_t *block_k_begin;
     partial_results<T> partials;
@@ -39,7 +38,7 @@ struct key_parameters {
 struct key_barriers {
     uint64_t k_full[key_stages], k_empty[key_stages], v_full[key_stages], v_empty[key_stages];
     uint64_t q_full[2][query_stages], q_empty[2][query_stages];
-    int32_t tiles[key_stages]; /* of the item in each stage; 0: no item is left */
+    int32_t tiles[key_stages]; /* of the piece in each stage; 0: none is left */
     int32_t unit[key_stages];
     int32_t cell[2][query_stages][half_rows]; /* of each token; -1: none */
 };
@@ -60,10 +59,10 @@ struct key_producer {
     const int lane = threadIdx.x & 31;
     ring<query_stages> q{1};
     ring<key_stages> k{1}, v{1};
-    int32_t drawn = 0; /* lane 0: the next item, drawn early */
+    int32_t drawn = 0; /* lane 0: the next piece, drawn early */
 
     struct piece {
-        int32_t edges, begin; /* of the item; edges 0: none is left */
+        int32_t edges, begin; /* edges 0: none is left */
         int32_t block, unit;
     };
     /* A half's next tokens, one or two a lane. */
@@ -76,19 +75,15 @@ struct key_producer {
     }
 
     __device__ __forceinline__ void take(piece &p) {
-        const int32_t items = a.cuts[1] - a.cuts[0];
+        const int32_t work = uniform(drawn), number = work / a.units_per_proxy_head;
         p.edges = 0;
-        while (p.edges == 0) {
-            const int32_t work = uniform(drawn), number = work / a.units_per_proxy_head;
-            if (number >= items) return;
-            draw();
-            p.edges = a.item_edges[number];
-            if (p.edges == 0) continue;
-            const fmsa_cuda_item &item = a.items[a.cuts[0] + number];
-            p.begin = a.item_begin[number];
-            p.block = item.block;
-            p.unit = item.proxy_head * a.units_per_proxy_head + work - number * a.units_per_proxy_head;
-        }
+        if (number >= a.state->pieces) return;
+        draw();
+        const edge_piece from = a.pieces[number];
+        p.edges = from.edges;
+        p.begin = from.begin;
+        p.block = from.block;
+        p.unit = from.proxy_head * a.units_per_proxy_head + work - number * a.units_per_proxy_head;
     }
 
     __device__ __forceinline__ void look_up(tokens &t, const piece &p, int32_t tile, int half) const {
@@ -143,7 +138,7 @@ struct key_producer {
         return (p.edges + a.shape.tokens - 1) / a.shape.tokens;
     }
 
-    /* Keys go out with the item's tile count: a consumer looks for both at once. */
+    /* Keys go out with the piece's tile count: a consumer looks for both at once. */
     __device__ __forceinline__ void load_keys(const piece &p) {
         if (p.edges == 0) {
             barrier_wait(shared_address(&b.k_empty[k.stage]), k.parity);
@@ -185,7 +180,7 @@ struct key_producer {
                     gather(these, now, half);
                 }
                 q.advance();
-                /* Behind the first queries: values are needed last, the next item's keys soon after. */
+                /* Behind the first queries: values are needed last, the next piece's keys soon after. */
                 if (i == 0) load_block(b.v_full, b.v_empty, key_memory<D>::v, v_map, v, now);
                 if (i == min(tiles - 1, 1)) load_keys(next);
             }
@@ -201,8 +196,8 @@ __device__ __forceinline__ void consume_keys(const key_parameters<T> &a, key_bar
         operand(base + key_memory<D>::q + half * query_stages * key_memory<D>::half_bytes, 16, 1024);
     const uint64_t k_operand = operand(base + key_memory<D>::k, 16, 1024);
     const uint64_t v_operand = operand(base + key_memory<D>::v, block_keys * 128, 1024);
-    const int low = warp * 16 + lane / 4, token_low = low / a.shape.heads, head_low = low - token_low * a.shape.heads;
-    const int high = low + 8, token_high = high / a.shape.heads, head_high = high - token_high * a.shape.heads;
+    const int low = warp * 16 + lane / 4, token_low = a.shape.token_of(low), head_low = low - token_low * a.shape.heads;
+    const int high = low + 8, token_high = a.shape.token_of(high), head_high = high - token_high * a.shape.heads;
     const bool used_low = token_low < a.shape.half_tokens, used_high = token_high < a.shape.half_tokens;
     float s[64], o[D / 2];
     uint32_t p[32];
@@ -228,7 +223,7 @@ __device__ __forceinline__ void consume_keys(const key_parameters<T> &a, key_bar
     const auto issue_qk = [&] {
         pin(s);
         wgmma_fence();
-        issue_scores<T, D>(s, q_operand + q.stage * (key_memory<D>::half_bytes >> 4), half_rows * 128,
+        issue_scores<T, D>(s, q_operand + q.stage * (key_memory<D>::half_bytes >> 4),
                            k_operand + k.stage * (key_memory<D>::block_bytes >> 4));
         wgmma_commit();
     };
@@ -264,9 +259,9 @@ __device__ __forceinline__ void consume_keys(const key_parameters<T> &a, key_bar
     /* The sum of a row, its LSE and its inverse: while a product is under way. */
     const auto finish = [&](result &r) {
         const row_pair total = {quad_sum(r.sum.low), quad_sum(r.sum.high)};
-        r.reference.low += __log2f(total.low);
-        r.reference.high += __log2f(total.high);
-        r.sum = {__frcp_rn(total.low), __frcp_rn(total.high)};
+        r.reference.low += log2_approx(total.low);
+        r.reference.high += log2_approx(total.high);
+        r.sum = {__fdividef(1, total.low), __fdividef(1, total.high)};
     };
     const auto store_row = [&](int32_t cell, int head, int which, float inverse, float lse) {
         if (cell < 0) return;
@@ -289,7 +284,7 @@ __device__ __forceinline__ void consume_keys(const key_parameters<T> &a, key_bar
         store_row(r.cell_high, head_high, 1, r.sum.high, r.reference.high);
     };
     int32_t left = 0;
-    const auto take_item = [&] {
+    const auto take_piece = [&] {
         barrier_wait(shared_address(&b.k_full[k.stage]), k.parity);
         left = uniform(b.tiles[k.stage]);
     };
@@ -298,7 +293,7 @@ __device__ __forceinline__ void consume_keys(const key_parameters<T> &a, key_bar
         r.cell_low = used_low ? b.cell[half][q.stage][token_low] : -1;
         r.cell_high = used_high ? b.cell[half][q.stage][token_high] : -1;
     };
-    /* Behind the scores of a tile; the item's last one frees its keys. */
+    /* Behind the scores of a tile; the piece's last one frees its keys. */
     const auto release = [&] {
         __syncwarp();
         arrive(b.q_empty[half][q.stage]);
@@ -308,7 +303,7 @@ __device__ __forceinline__ void consume_keys(const key_parameters<T> &a, key_bar
         k.advance();
     };
 
-    take_item();
+    take_piece();
     if (left == 0) return;
     result now, before = {-1, -1, {0, 0}, {1, 1}};
     wait_for_queries(now);
@@ -318,11 +313,11 @@ __device__ __forceinline__ void consume_keys(const key_parameters<T> &a, key_bar
     wgmma_wait<0>();
     pin(s);
     release();
-    bool last = left == 0, first = true; /* of its item, the tile whose P V is to come */
+    bool last = left == 0, first = true; /* of its piece, the tile whose P V is to come */
     soften(now);
     while (true) {
         if (left == 0) {
-            take_item();
+            take_piece();
             if (left == 0) break;
         }
         result next;
@@ -407,10 +402,7 @@ fmsa_status launch_keys(const launch_parameters &l) {
     a.units_per_proxy_head = l.units_per_proxy_head;
     a.scale_log2 = static_cast<float>(l.problem->config.softmax_scale * double(log2_e));
     a.state = l.state;
-    a.items = l.schedule->items;
-    a.cuts = l.cuts;
-    a.item_edges = l.item_edges;
-    a.item_begin = l.item_begin;
+    a.pieces = l.pieces;
     a.remote = l.remote;
     a.block_k_begin = l.geometry.block_k_begin;
     a.partials = make_partials<T>(l);

@@ -18,7 +18,6 @@ namespace forward90 {
 namespace {
 
 constexpr int slots = 6;
-constexpr int headers = 6; /* tiles from the one asked for to the one whose results wait to be written: 5 at most */
 
 template <typename T>
 struct merge_parameters {
@@ -28,28 +27,12 @@ struct merge_parameters {
     partial_results<T> partials;
 };
 
-/* A tile of one unit as producer and consumers see it: copied from the plan, so that neither has to hold it. */
-struct __align__(16) merge_header {
-    tile at;
-    step_list list; /* steps 0: no tile is left */
-    int32_t number, unit;
-    int64_t first_cell; /* of its partial results */
-    uint8_t token_partials[most_tokens];
-};
-
-/* The header behind header `at`. */
-__device__ __forceinline__ int32_t following(int32_t at) {
-    return at + 1 == headers ? 0 : at + 1;
-}
-
 struct merge_barriers {
     uint64_t full[slots], empty[slots];
     uint64_t incomplete;                /* values of an incomplete block, on their way */
-    uint64_t wanted, fetched;           /* the next header */
-    merge_header header[headers];       /* in turn */
     int32_t block[slots];               /* with keys: number of the block */
     uint32_t chosen[slots][mask_words]; /* with keys */
-    row_offsets offsets;
+    header_ring headers;
 };
 
 template <int D>
@@ -57,63 +40,6 @@ struct merge_memory {
     static constexpr uint32_t slot_bytes = block_keys * D * 2, half_bytes = half_rows * D * 2;
     static constexpr uint32_t results = slots * slot_bytes;
     static constexpr uint32_t bytes = results + 2 * half_bytes;
-};
-
-/* The work of the planner warp: fetches the header of the next tile when the producer has begun one. */
-template <typename T>
-struct merge_planner {
-    const merge_parameters<T> &a;
-    merge_barriers &b;
-    const int lane = threadIdx.x & 31;
-    int32_t drawn = 0; /* lane 0: the next piece of work, drawn early since the answer takes its time */
-
-    __device__ __forceinline__ void draw() {
-        if (lane == 0) drawn = atomicAdd(&a.w.state->next_merge, 1);
-    }
-
-    /* Fetches the next piece of work; see work_source for the order. Whether there is one. */
-    __device__ __forceinline__ bool fetch(merge_header &h) {
-        const int32_t work = uniform(drawn), place = work / a.w.units, unit = work - place * a.w.units;
-        const int32_t number = a.w.state->tiles - 1 - place;
-        if (number < 0) {
-            if (lane == 0) h.list.steps = 0;
-            return false;
-        }
-        draw();
-        const int64_t list = a.w.lists.list(unit / a.w.units_per_proxy_head, number);
-        const int32_t count_bytes = a.w.lists.count_bytes;
-        const char *const from = reinterpret_cast<const char *>(a.w.tiles + number);
-        if (lane < 2) {
-            cp_async_16(shared_address(&h.at) + 16 * lane, from + 16 * lane, true);
-        } else if (lane == 2) {
-            cp_async_16(shared_address(&h.list), a.w.lists.lists + list, true);
-        } else if (lane - 3 < count_bytes / 16) {
-            cp_async_16(shared_address(h.token_partials) + 16 * (lane - 3),
-                        a.w.lists.token_partials + list * count_bytes + 16 * (lane - 3), true);
-        }
-        if (lane == 0) {
-            h.number = number;
-            h.unit = unit;
-            h.first_cell =
-                int64_t(unit) * a.partials.unit_cells + int64_t(number) * a.partials.slots * a.w.shape.tokens;
-        }
-        return true;
-    }
-
-    __device__ __forceinline__ void run() {
-        draw();
-        uint32_t parity = 1; /* the first header is fetched unasked */
-        bool more = true;
-        for (int32_t at = 0; more; at = following(at)) {
-            barrier_wait(shared_address(&b.wanted), parity);
-            parity ^= 1;
-            more = fetch(b.header[at]);
-            cp_async_commit();
-            cp_async_wait<0>();
-            __syncwarp();
-            if (lane == 0) barrier_arrive(shared_address(&b.fetched));
-        }
-    }
 };
 
 template <typename T, int D>
@@ -135,7 +61,7 @@ struct merge_producer {
         barrier_wait(shared_address(&b.empty[at.stage]), at.parity);
     }
 
-    __device__ __forceinline__ void load_queries(const merge_header &h) {
+    __device__ __forceinline__ void load_queries(const tile_header &h) {
         wait();
         const tile_shape &shape = a.w.shape;
         if (lane == 0) {
@@ -150,7 +76,7 @@ struct merge_producer {
         if (lane < 2 * (D / 64)) {
             const int half = lane / (D / 64), columns = lane % (D / 64);
             tma_load_3d(slot() + half * merge_memory<D>::half_bytes + columns * (half_rows * 128), &q_map, full(),
-                        columns * 64, h.unit * shape.heads, h.at.first_row + half * shape.half_tokens);
+                        columns * 64, h.unit * shape.heads, h.at.first_row + half * shape.half_tokens, l2_leave_first);
         }
         at.advance();
     }
@@ -162,7 +88,7 @@ struct merge_producer {
         if (lane == 0) {
             b.block[at.stage] = block;
             barrier_arrive_expect(full(), merge_memory<D>::slot_bytes);
-            tma_load_4d(slot(), &k_map, full(), 0, row, 0, head);
+            tma_load_4d(slot(), &k_map, full(), 0, row, 0, head, l2_stay);
         }
         at.advance();
     }
@@ -173,7 +99,7 @@ struct merge_producer {
         const uint32_t arrived = complete ? full() : shared_address(&b.incomplete);
         if (lane == 0) {
             barrier_arrive_expect(arrived, merge_memory<D>::slot_bytes);
-            tma_load_4d(slot(), &v_map, arrived, 0, row, 0, head);
+            tma_load_4d(slot(), &v_map, arrived, 0, row, 0, head, l2_stay);
         }
         if (!complete) {
             barrier_wait(arrived, incomplete_parity);
@@ -186,7 +112,7 @@ struct merge_producer {
     }
 
     /* Slot number `number` of the tile's partial results: of the tokens that have so many. */
-    __device__ __forceinline__ void load_partials(const merge_header &h, int32_t number) {
+    __device__ __forceinline__ void load_partials(const tile_header &h, int32_t number) {
         wait();
         const tile_shape &shape = a.w.shape;
         const uint32_t bytes = shape.heads * (2 * D);
@@ -198,41 +124,42 @@ struct merge_producer {
         if (lane == 0) barrier_arrive_expect(full(), active * bytes);
         __syncwarp();
         if (active == shape.tokens) {
-            if (lane == 0) bulk_load(slot(), values, shape.tokens * bytes, full());
+            if (lane == 0) bulk_load(slot(), values, shape.tokens * bytes, full(), l2_leave_first);
         } else {
 #pragma unroll 1
             for (int32_t token = lane; token < shape.tokens; token += 32) {
                 if (number < h.token_partials[token])
-                    bulk_load(slot() + token * bytes, values + int64_t(token) * shape.heads * D, bytes, full());
+                    bulk_load(slot() + token * bytes, values + int64_t(token) * shape.heads * D, bytes, full(),
+                              l2_leave_first);
             }
         }
         at.advance();
     }
 
     __device__ __forceinline__ void run() {
-        uint32_t fetched_parity = 0;
-        barrier_wait(shared_address(&b.fetched), fetched_parity);
         int32_t now = 0,
                 of_values = 0; /* headers; of_values: of the values and partial results that are still to come */
+        uint32_t parity = 0;
         int32_t value_row = -1, value_keys = 0, values = 0, loaded = 0; /* values: blocks of that tile so far */
         const auto load_waiting = [&] {
             if (value_row < 0) return;
-            const merge_header &h = b.header[of_values];
+            const tile_header &h = b.headers.header[of_values];
             load_values(value_row, h.unit / a.w.units_per_key_head, value_keys);
             const int32_t due = h.list.partials * ++values / h.list.steps;
             while (loaded < due)
                 load_partials(h, loaded++);
         };
-        while (b.header[now].list.steps != 0) {
-            const merge_header &h = b.header[now];
+        while (true) {
+            const tile_header &h = b.headers.header[now];
+            barrier_wait(shared_address(&b.headers.fetched[now]), parity);
+            if (h.list.steps == 0) break;
             load_queries(h);
-            if (lane == 0) barrier_arrive(shared_address(&b.wanted));
-            const int64_t list = a.w.lists.list(h.unit / a.w.units_per_proxy_head, h.number);
+            if (lane == 0) barrier_arrive(shared_address(&b.headers.begun[now]));
+            list_reader reader(h, a.w.lists);
             for (int32_t i = 0; i < h.list.steps; i++) {
-                uint32_t chosen;
-                const int32_t block = a.w.lists.read(list, h.list, h.at.rows, i, chosen);
-                const int32_t row = h.at.key_row + block * block_keys;
-                load_keys(row, h.unit / a.w.units_per_key_head, block, chosen);
+                uint32_t next_chosen;
+                const int32_t next = reader.next(next_chosen), row = h.at.key_row + reader.block * block_keys;
+                load_keys(row, h.unit / a.w.units_per_key_head, reader.block, reader.chosen);
                 load_waiting();
                 value_row = row;
                 value_keys = i == 0 ? h.at.local_keys : block_keys;
@@ -240,10 +167,11 @@ struct merge_producer {
                     of_values = now;
                     values = loaded = 0;
                 }
+                reader.block = next;
+                reader.chosen = next_chosen;
             }
-            fetched_parity ^= 1;
-            barrier_wait(shared_address(&b.fetched), fetched_parity);
             now = following(now);
+            parity ^= now == 0;
         }
         /* The end mark goes out first: the consumers look for it before they take the last values. */
         wait();
@@ -254,8 +182,8 @@ struct merge_producer {
 };
 
 template <typename T, int D>
-__device__ __forceinline__ void consume_and_merge(const merge_parameters<T> &a, merge_barriers &b, uint32_t base,
-                                                  int half) {
+__device__ __forceinline__ void consume_and_merge(const merge_parameters<T> &a, const CUtensorMap &out_map,
+                                                  merge_barriers &b, uint32_t base, int half) {
     const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x / 32 & 3);
     const tile_shape &shape = a.w.shape;
     const uint32_t staging = base + merge_memory<D>::results + (half * 4 + warp) * (merge_memory<D>::half_bytes / 4);
@@ -304,7 +232,7 @@ __device__ __forceinline__ void consume_and_merge(const merge_parameters<T> &a, 
     };
     /* The thread's rows of the half, and their tokens in the tile; see fresh() for why they are not kept. */
     const auto first_row = [&] { return fresh(warp * 16 + lane / 4); };
-    const auto token_of = [&](int32_t row) { return half * shape.half_tokens + row / shape.heads; };
+    const auto token_of = [&](int32_t row) { return half * shape.half_tokens + shape.token_of(row); };
     const auto mask = [&](int32_t slot, int32_t position) {
         const int32_t relative = position - b.block[slot] * block_keys;
         const int32_t low = token_of(first_row()), high = token_of(first_row() + 8);
@@ -316,8 +244,8 @@ __device__ __forceinline__ void consume_and_merge(const merge_parameters<T> &a, 
     int32_t steps, masked;
     const auto read_queries = [&] {
         wait();
-        steps = uniform(b.header[now].list.steps);
-        masked = uniform(b.header[now].list.masked);
+        steps = uniform(b.headers.header[now].list.steps);
+        masked = uniform(b.headers.header[now].list.masked);
         if (steps != 0) {
             const int32_t row = fresh(warp * 16 + (lane >> 3 & 1) * 8 + (lane & 7)), low = first_row();
             const uint32_t from =
@@ -340,7 +268,7 @@ __device__ __forceinline__ void consume_and_merge(const merge_parameters<T> &a, 
     };
     /* LSE of the thread's rows in the next slot of partial results, asked for early. */
     row_pair next_lse = {0, 0};
-    const auto ask_for_lse = [&](const merge_header &h, int32_t number) {
+    const auto ask_for_lse = [&](const tile_header &h, int32_t number) {
         const int32_t low = first_row(), high = low + 8;
         const int64_t cell = h.first_cell + int64_t(number) * shape.tokens;
         const float *lse = a.partials.lse + cell * shape.heads + half * rows + low;
@@ -349,7 +277,7 @@ __device__ __forceinline__ void consume_and_merge(const merge_parameters<T> &a, 
     };
     /* Adds slot `number` of the tile's partial results. with_p: p belongs to the same tile and has still to be
      * multiplied. Where a reference is far off, it is raised, or set where the row has seen nothing yet. */
-    const auto merge = [&](int32_t number, const merge_header &h, bool with_p) {
+    const auto merge = [&](int32_t number, const tile_header &h, bool with_p) {
         wait();
         const int32_t low = first_row(), high = low + 8;
         const bool has_low = low < rows && number < h.token_partials[token_of(low)];
@@ -386,7 +314,8 @@ __device__ __forceinline__ void consume_and_merge(const merge_parameters<T> &a, 
                 state.sum.high += weight_high;
             }
             const uint32_t from = base + at.stage * merge_memory<D>::slot_bytes + (half * rows + low) * (2 * D);
-            const int head_low = low % shape.heads, head_high = high % shape.heads;
+            const int head_low = low - shape.token_of(low) * shape.heads;
+            const int head_high = high - shape.token_of(high) * shape.heads;
 #pragma unroll
             for (int piece = 0; piece < D / 32; piece++) {
                 const uint4 x = load_shared_16(from + partial_place<D>(piece, head_low) * 16);
@@ -410,17 +339,17 @@ __device__ __forceinline__ void consume_and_merge(const merge_parameters<T> &a, 
     };
 
     /* The rest of a tile's partial results, and its own to memory. */
-    const auto end = [&](const merge_header &h, int32_t merged) {
+    const auto end = [&](const tile_header &h, int32_t merged) {
 #pragma unroll 1
         while (merged < uniform(h.list.partials))
             merge(merged++, h, false);
-        write_results<T, D>(a.results, b.offsets, shape, staging, half, warp,
-                            {h.at.first_row, h.at.rows, h.unit, state}, o);
+        const row_pair lse = stage_results<T, D>(staging, state, o);
+        write_results<T, D>(a.results, out_map, shape, staging, half, warp, h, lse);
     };
 
     read_queries();
     if (steps == 0) return;
-    ask_for_lse(b.header[now], 0);
+    ask_for_lse(b.headers.header[now], 0);
     wait();
     int32_t keys = at.stage;
     named_barrier_sync(own_turn, consumer_threads);
@@ -429,7 +358,7 @@ __device__ __forceinline__ void consume_and_merge(const merge_parameters<T> &a, 
     wgmma_wait<0>();
     pin(s);
     at.advance();
-    mask(keys, b.header[now].at.position);
+    mask(keys, b.headers.header[now].at.position);
     release(keys);
     state.begin<T>(s, p, a.scale_log2);
     while (true) {
@@ -453,7 +382,7 @@ __device__ __forceinline__ void consume_and_merge(const merge_parameters<T> &a, 
         };
         const auto step = [&](int32_t i, bool masked) {
             const int32_t values = issue();
-            if (masked) mask(keys, b.header[now].at.position);
+            if (masked) mask(keys, b.headers.header[now].at.position);
             release(keys);
             if (masked) {
                 row_pair factor;
@@ -465,10 +394,10 @@ __device__ __forceinline__ void consume_and_merge(const merge_parameters<T> &a, 
                 finish_pv(values);
                 state.add_full<T>(s, p, o, a.scale_log2);
             }
-            const int32_t due = uniform(b.header[now].list.partials) * i / steps;
+            const int32_t due = uniform(b.headers.header[now].list.partials) * i / steps;
 #pragma unroll 1
             while (merged < due)
-                merge(merged++, b.header[now], true);
+                merge(merged++, b.headers.header[now], true);
             accumulate = 1;
         };
         int32_t i = 1;
@@ -488,29 +417,34 @@ __device__ __forceinline__ void consume_and_merge(const merge_parameters<T> &a, 
             named_barrier_sync(own_turn, consumer_threads);
             issue_pv(values, accumulate);
             finish_pv(values);
-            end(b.header[before], merged);
+            end(b.headers.header[before], merged);
+            if (lane == 0) bulk_wait_read<0>();
             return;
         }
-        /* The finished tile's sums step aside until its partial results are in: registers are short. */
+        /* The finished tile's sums step aside until its partial results are in: registers are short. The results of
+         * the tile before it have left the memory. */
         const uint32_t aside = staging + 16 * lane;
+        if (lane == 0) bulk_wait_read<0>();
+        __syncwarp();
         store_shared_16(aside, pack(state));
         const int32_t values = issue();
-        mask(keys, b.header[now].at.position);
+        mask(keys, b.headers.header[now].at.position);
         release(keys);
         finish_pv(values);
         state.begin<T>(s, p, a.scale_log2);
         const softmax_state begun = state;
         state = unpack(load_shared_16(aside));
-        end(b.header[before], merged);
+        end(b.headers.header[before], merged);
         state = begun;
-        ask_for_lse(b.header[now], 0);
+        ask_for_lse(b.headers.header[now], 0);
     }
 }
 
 template <typename T, int D>
 __global__ void __launch_bounds__(kernel_threads, 1)
     merge_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
-                 const __grid_constant__ CUtensorMap v_map, const __grid_constant__ merge_parameters<T> a) {
+                 const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap out_map,
+                 const __grid_constant__ merge_parameters<T> a) {
     extern __shared__ uint8_t dynamic[];
     __shared__ merge_barriers b;
     if (a.w.state->partials == 0) return; /* the plain kernel has the chunk */
@@ -521,11 +455,9 @@ __global__ void __launch_bounds__(kernel_threads, 1)
             barrier_init(shared_address(&b.empty[i]), consumer_threads / 32);
         }
         barrier_init(shared_address(&b.incomplete), 1);
-        barrier_init(shared_address(&b.wanted), 1);
-        barrier_init(shared_address(&b.fetched), 1);
+        init_headers(b.headers);
         barrier_init_fence();
     }
-    fill_offsets(b.offsets, a.w.shape, a.results);
     __syncthreads();
     const int role = uniform(threadIdx.x / 128);
     if (role == 0) {
@@ -533,27 +465,28 @@ __global__ void __launch_bounds__(kernel_threads, 1)
         if (threadIdx.x < 32) {
             merge_producer<T, D>{q_map, k_map, v_map, a, b, base}.run();
         } else if (threadIdx.x < 64) {
-            merge_planner<T>{a, b}.run();
+            planner{a.w, b.headers, &a.w.state->next_merge}.run();
         }
     } else {
         warpgroup_take_registers<232>();
-        consume_and_merge<T, D>(a, b, base, role - 1);
+        consume_and_merge<T, D>(a, out_map, b, base, role - 1);
     }
 }
 
 template <typename T, int D>
 fmsa_status launch_merge(const launch_parameters &l) {
-    CUtensorMap q_map, k_map, v_map;
+    CUtensorMap q_map, k_map, v_map, out_map;
     FMSA_TRY(make_query_map<T>(l, l.shape.half_tokens, &q_map));
     FMSA_TRY(make_key_map<T>(l, l.tensors->k, &k_map));
     FMSA_TRY(make_key_map<T>(l, l.tensors->v, &v_map));
+    FMSA_TRY(make_result_map<T>(l, &out_map));
     merge_parameters<T> a = {};
     a.w = make_tile_work(l);
     a.scale_log2 = static_cast<float>(l.problem->config.softmax_scale * double(log2_e));
-    a.results = make_results<T>(*l.tensors);
+    a.results = make_results<T>(l);
     a.partials = make_partials<T>(l);
     return launch("query-outer forward with partial results", merge_kernel<T, D>, dim3(l.processors), kernel_threads,
-                  size_t(merge_memory<D>::bytes + 1024), l.stream, q_map, k_map, v_map, a);
+                  size_t(merge_memory<D>::bytes + 1024), l.stream, q_map, k_map, v_map, out_map, a);
 }
 
 } // namespace

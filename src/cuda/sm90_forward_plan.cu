@@ -7,10 +7,11 @@
  *                   that enough of them chose is *popular*: a step of the query-outer kernel, which costs the same
  *                   however many rows take part. The local block always is. The other edges get a cell for a partial
  *                   result each and go to the key-outer kernel;
- *   compact         (sparse) one warp an item of the schedule: its edges that the key-outer kernel takes, in order.
- * The last two of a launch also write the results of rows that are in no fragment.
+ *   compact         (sparse) one thread block an item of the schedule: its edges that the key-outer kernel takes, in
+ *                   order.
+ * place_tiles and split also write the results of rows that are in no fragment.
  *
- * Shared memory: 32 KB in compact (the edges of four items), next to nothing elsewhere. Floor: the selection read once,
+ * Shared memory: next to nothing. Floor: the selection read once,
  * the cells written and read once, 12 bytes an edge; in practice the latency of one warp's merge, some 16 steps a tile
  * where neighbours agree and 8 x 15 where they do not. */
 #include "scan.cuh"
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(scan_threads) scan_fragments(const __grid_cons
         if (f < a.fragments) a.fragment_tile[f] = before + offset;
         before += total;
     }
-    if (threadIdx.x == 0) *a.state = {before, 0, 0, 0, 0, 0, {0, 0}};
+    if (threadIdx.x == 0) *a.state = {before, 0, 0, 0, 0, 0, 0, 0};
 }
 
 __device__ __forceinline__ tile find_tile(const plan_parameters &a, int32_t number) {
@@ -132,7 +133,7 @@ __device__ __forceinline__ void split_tile(const plan_parameters &a, const tile 
 
     const int32_t *blocks[words]; /* the rest of each token's list */
     int32_t *cells[words];
-    int32_t left[words], next[words], partials[words];
+    int32_t left[words], next[words], after[words], partials[words]; /* after: read a step early */
 #pragma unroll
     for (int i = 0; i < words; i++) {
         const int32_t token = lane + 32 * i;
@@ -142,7 +143,8 @@ __device__ __forceinline__ void split_tile(const plan_parameters &a, const tile 
         blocks[i] = a.row_block + row * a.slots;
         cells[i] = a.edge_cell + chunk_row * a.slots;
         left[i] = exists ? a.row_count[row] : 0;
-        next[i] = left[i] > 0 ? *blocks[i] : INT32_MAX;
+        next[i] = left[i] > 0 ? blocks[i][0] : INT32_MAX;
+        after[i] = left[i] > 1 ? blocks[i][1] : INT32_MAX;
         partials[i] = 0;
     }
     int32_t front = 1, back = 0;
@@ -185,7 +187,9 @@ __device__ __forceinline__ void split_tile(const plan_parameters &a, const tile 
             if (next[i] != least) continue;
             const int32_t token = lane + 32 * i;
             *cells[i]++ = is_popular ? -1 : (number * a.slots + partials[i]++) * a.shape.tokens + token;
-            next[i] = --left[i] > 0 ? *++blocks[i] : INT32_MAX;
+            next[i] = after[i];
+            blocks[i]++;
+            after[i] = --left[i] > 1 ? blocks[i][1] : INT32_MAX;
         }
     }
     if (!has_local) {
@@ -229,43 +233,66 @@ struct compact_parameters {
     const int32_t *cuts;
     const int32_t *edge_cell;
     int32_t row_begin, row_end, slots;
-    int32_t *item_edges, *item_begin;
+    int32_t piece_edges;
+    edge_piece *pieces;
     remote_edge *remote;
     counters *state;
 };
 
-__global__ void __launch_bounds__(plan_threads) compact(const __grid_constant__ compact_parameters a) {
-    __shared__ remote_edge taken[plan_warps][FMSA_CUDA_ITEM_EDGES];
+constexpr int compact_threads = 256, compact_warps = compact_threads / 32;
+constexpr int warp_edges = FMSA_CUDA_ITEM_EDGES / compact_warps, lane_edges = warp_edges / 32;
+
+__global__ void __launch_bounds__(compact_threads) compact(const __grid_constant__ compact_parameters a) {
+    __shared__ int32_t warp_count[compact_warps], begin, first_piece;
     if (a.state->partials == 0) return;
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
     const int32_t items = a.cuts[1] - a.cuts[0], rows = a.row_end - a.row_begin;
-    for (int32_t number = blockIdx.x * plan_warps + warp; number < items; number += gridDim.x * plan_warps) {
+    for (int32_t number = blockIdx.x; number < items; number += gridDim.x) {
         const fmsa_cuda_item item = a.items[a.cuts[0] + number];
         const int32_t *cells = a.edge_cell + int64_t(item.proxy_head) * rows * a.slots;
-        int32_t count = 0;
-#pragma unroll 4
-        for (int32_t i = lane; i - lane < item.edge_count; i += 32) {
-            const int32_t row = i < item.edge_count ? a.edge_row[item.edge_begin + i] : INT32_MAX;
-            int32_t cell = -1;
-            if (row >= a.row_begin && row < a.row_end) {
-                cell = cells[int64_t(row - a.row_begin) * a.slots + a.edge_slot[item.edge_begin + i]];
-            }
-            const uint32_t found = __ballot_sync(0xffffffffu, cell >= 0);
-            if (cell >= 0) taken[warp][count + __popc(found & ((1u << lane) - 1))] = {row, cell};
+        remote_edge edge[lane_edges];
+#pragma unroll
+        for (int i = 0; i < lane_edges; i++) {
+            const int32_t at = warp * warp_edges + i * 32 + lane;
+            edge[i] = {-1, -1};
+            if (at < item.edge_count) edge[i] = {a.edge_row[item.edge_begin + at], a.edge_slot[item.edge_begin + at]};
+        }
+        int32_t place[lane_edges], count = 0; /* place: within the warp's */
+#pragma unroll
+        for (int i = 0; i < lane_edges; i++) {
+            const bool inside = edge[i].row >= a.row_begin && edge[i].row < a.row_end;
+            edge[i].cell = inside ? cells[int64_t(edge[i].row - a.row_begin) * a.slots + edge[i].cell] : -1;
+        }
+#pragma unroll
+        for (int i = 0; i < lane_edges; i++) {
+            const uint32_t found = __ballot_sync(0xffffffffu, edge[i].cell >= 0);
+            place[i] = count + __popc(found & ((1u << lane) - 1));
             count += __popc(found);
         }
-        int32_t begin = 0;
-        if (lane == 0) {
-            /* Where the edges lie differs from run to run, not what becomes of them. */
-            begin = count > 0 ? atomicAdd(&a.state->remote_edges, count) : 0;
-            a.item_edges[number] = count;
-            a.item_begin[number] = begin;
+        if (lane == 0) warp_count[warp] = count;
+        __syncthreads();
+        int32_t before = 0, total = 0;
+#pragma unroll
+        for (int w = 0; w < compact_warps; w++) {
+            before += w < warp ? warp_count[w] : 0;
+            total += warp_count[w];
         }
-        begin = uniform(begin);
-        __syncwarp();
-        for (int32_t i = lane; i < count; i += 32)
-            a.remote[begin + i] = taken[warp][i];
-        __syncwarp();
+        if (threadIdx.x == 0) {
+            /* Where edges and pieces lie differs from run to run, not what becomes of them; pieces stay about in the
+             * order of items. */
+            begin = atomicAdd(&a.state->remote_edges, total);
+            first_piece = atomicAdd(&a.state->pieces, (total + a.piece_edges - 1) / a.piece_edges);
+        }
+        __syncthreads();
+        before += begin;
+        for (int32_t at = threadIdx.x * a.piece_edges; at < total; at += compact_threads * a.piece_edges) {
+            a.pieces[first_piece + at / a.piece_edges] = {begin + at, min(total - at, a.piece_edges), item.block,
+                                                          item.proxy_head};
+        }
+#pragma unroll
+        for (int i = 0; i < lane_edges; i++) {
+            if (edge[i].cell >= 0) a.remote[before + place[i]] = edge[i];
+        }
     }
 }
 
@@ -301,7 +328,7 @@ fmsa_status place(const launch_parameters &l) {
     const int64_t rows = l.row_end - l.row_begin;
     const int64_t threads = l.most_tiles > rows ? l.most_tiles : rows;
     return launch("place_tiles", place_tiles<T>, fmsa_cuda_grid(threads, plan_threads), plan_threads, 0, l.stream, a,
-                  make_results<T>(*l.tensors), l.problem->config.num_heads, l.problem->config.head_dim);
+                  make_results<T>(l), l.problem->config.num_heads, l.problem->config.head_dim);
 }
 
 template <typename T, int words>
@@ -310,7 +337,7 @@ fmsa_status split_edges(const launch_parameters &l) {
     const int64_t rows = l.row_end - l.row_begin, lists = int64_t(l.most_tiles) * a.proxy_heads;
     const int64_t warps = lists > rows / 32 + 1 ? lists : rows / 32 + 1;
     FMSA_TRY(launch("split", split<T, words>, fmsa_cuda_grid(warps, plan_warps), plan_threads, 0, l.stream, a,
-                    make_results<T>(*l.tensors), l.problem->config.num_heads, l.problem->config.head_dim));
+                    make_results<T>(l), l.problem->config.num_heads, l.problem->config.head_dim));
     compact_parameters c = {};
     c.items = l.schedule->items;
     c.edge_row = l.schedule->edge_row;
@@ -320,12 +347,12 @@ fmsa_status split_edges(const launch_parameters &l) {
     c.row_begin = l.row_begin;
     c.row_end = l.row_end;
     c.slots = l.slots;
-    c.item_edges = l.item_edges;
-    c.item_begin = l.item_begin;
+    c.piece_edges = piece_tiles * l.shape.tokens;
+    c.pieces = l.pieces;
     c.remote = l.remote;
     c.state = l.state;
-    constexpr int blocks_each = 6; /* a multiprocessor; by shared memory */
-    return launch("compact", compact, dim3(l.processors * blocks_each), plan_threads, 0, l.stream, c);
+    constexpr int blocks_each = 8; /* a multiprocessor */
+    return launch("compact", compact, dim3(l.processors * blocks_each), compact_threads, 0, l.stream, c);
 }
 
 template <typename T>

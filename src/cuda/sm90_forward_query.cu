@@ -28,11 +28,10 @@ struct query_parameters {
 
 struct barriers {
     uint64_t k_full[stages], k_empty[stages], v_full[stages], v_empty[stages], q_full[stages], q_empty[stages];
-    uint64_t incomplete; /* values of an incomplete block, on their way */
-    tile_header header[stages];
+    uint64_t incomplete;   /* values of an incomplete block, on their way */
     int32_t block[stages]; /* number of the block in each stage of K */
     uint32_t chosen[stages][mask_words];
-    row_offsets offsets;
+    header_ring headers;
 };
 
 template <int D>
@@ -50,25 +49,22 @@ struct producer {
     const query_parameters<T> &a;
     barriers &b;
     const uint32_t base;
-    work_source source;
     const int lane = threadIdx.x & 31;
     ring<stages> q{1}, k{1}, v{1};
     uint32_t incomplete_parity = 0;
-    __device__ __forceinline__ void load_queries(const piece &p) {
+
+    __device__ __forceinline__ void load_queries(const tile_header &h) {
         barrier_wait(shared_address(&b.q_empty[q.stage]), q.parity);
         const uint32_t full = shared_address(&b.q_full[q.stage]);
-        const uint32_t half_bytes = a.w.shape.half_tokens * a.w.shape.heads * 128;
-        if (lane == 0) {
-            b.header[q.stage] = {p.at.first_row, p.at.rows, p.at.position, p.unit, p.list.steps, p.list.masked};
-            barrier_arrive_expect(full, half_bytes * 2 * (D / 64));
-        }
+        const tile_shape &shape = a.w.shape;
+        if (lane == 0) barrier_arrive_expect(full, shape.tokens * shape.heads * (2 * D));
         __syncwarp();
         if (lane < 2 * (D / 64)) {
             const int half = lane / (D / 64), columns = lane % (D / 64);
             const uint32_t to =
                 base + memory<D>::q + (2 * q.stage + half) * memory<D>::half_bytes + columns * (half_rows * 128);
-            tma_load_3d(to, &q_map, full, columns * 64, p.unit * a.w.shape.heads,
-                        p.at.first_row + half * a.w.shape.half_tokens);
+            tma_load_3d(to, &q_map, full, columns * 64, h.unit * shape.heads, h.at.first_row + half * shape.half_tokens,
+                        l2_leave_first);
         }
         q.advance();
     }
@@ -81,7 +77,7 @@ struct producer {
             b.block[k.stage] = block;
             const uint32_t full = shared_address(&b.k_full[k.stage]);
             barrier_arrive_expect(full, memory<D>::block_bytes);
-            tma_load_4d(base + memory<D>::k + k.stage * memory<D>::block_bytes, &k_map, full, 0, row, 0, head);
+            tma_load_4d(base + memory<D>::k + k.stage * memory<D>::block_bytes, &k_map, full, 0, row, 0, head, l2_stay);
         }
         k.advance();
     }
@@ -96,7 +92,7 @@ struct producer {
         const uint32_t arrived = complete ? full : shared_address(&b.incomplete);
         if (lane == 0) {
             barrier_arrive_expect(arrived, memory<D>::block_bytes);
-            tma_load_4d(to, &v_map, arrived, 0, row, 0, head);
+            tma_load_4d(to, &v_map, arrived, 0, row, 0, head, l2_stay);
         }
         if (!complete) {
             barrier_wait(arrived, incomplete_parity);
@@ -109,50 +105,53 @@ struct producer {
     }
 
     __device__ __forceinline__ void run() {
-        piece now, next;
-        source.draw();
-        bool more = source.take(now);
         int32_t value_row = -1, value_head = 0, value_keys = 0; /* values that are still to be loaded */
         const auto load_waiting_values = [&] {
             if (value_row >= 0) load_values(value_row, value_head, value_keys);
         };
-        while (more) {
-            load_queries(now);
-            more = source.take(next);
-            const int32_t head = now.unit / a.w.units_per_key_head;
-            for (int32_t i = 0; i < now.list.steps; i++) {
-                uint32_t chosen;
-                const int32_t block = a.w.lists.read(now.list_number, now.list, now.at.rows, i, chosen);
-                const int32_t row = now.at.key_row + block * block_keys;
-                load_keys(row, head, block, chosen);
+        int32_t now = 0;
+        uint32_t parity = 0;
+        while (true) {
+            const tile_header &h = b.headers.header[now];
+            barrier_wait(shared_address(&b.headers.fetched[now]), parity);
+            if (h.list.steps == 0) break;
+            load_queries(h);
+            if (lane == 0) barrier_arrive(shared_address(&b.headers.begun[now]));
+            const int32_t head = h.unit / a.w.units_per_key_head;
+            list_reader reader(h, a.w.lists);
+            for (int32_t i = 0; i < h.list.steps; i++) {
+                uint32_t next_chosen;
+                const int32_t next = reader.next(next_chosen), row = h.at.key_row + reader.block * block_keys;
+                load_keys(row, head, reader.block, reader.chosen);
                 load_waiting_values();
                 value_row = row;
                 value_head = head;
-                value_keys = i == 0 ? now.at.local_keys : block_keys;
+                value_keys = i == 0 ? h.at.local_keys : block_keys;
+                reader.block = next;
+                reader.chosen = next_chosen;
             }
-            now = next;
+            now = following(now);
+            parity ^= now == 0;
         }
         /* The end mark goes out before the last values: the consumers look for it before they take them. */
         barrier_wait(shared_address(&b.q_empty[q.stage]), q.parity);
-        if (lane == 0) {
-            b.header[q.stage] = {0, 0, 0, 0, 0, 0};
-            barrier_arrive(shared_address(&b.q_full[q.stage]));
-        }
+        if (lane == 0) barrier_arrive(shared_address(&b.q_full[q.stage]));
         load_waiting_values();
     }
 };
 
 /* The work of a consumer warpgroup. */
 template <typename T, int D>
-__device__ __forceinline__ void consume(const query_parameters<T> &a, barriers &b, uint32_t base, int half) {
+__device__ __forceinline__ void consume(const query_parameters<T> &a, const CUtensorMap &out_map, barriers &b,
+                                        uint32_t base, int half) {
     const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x / 32 & 3);
     const uint32_t staging = base + memory<D>::results + (half * 4 + warp) * (memory<D>::half_bytes / 4);
     const uint64_t q_operand = operand(base + memory<D>::q + half * memory<D>::half_bytes, 16, 1024);
     const uint64_t k_operand = operand(base + memory<D>::k, 16, 1024);
     const uint64_t v_operand = operand(base + memory<D>::v, block_keys * 128, 1024);
     const int32_t first_token = half * a.w.shape.half_tokens;
-    const int32_t token_low = first_token + (warp * 16 + lane / 4) / a.w.shape.heads;
-    const int32_t token_high = first_token + (warp * 16 + lane / 4 + 8) / a.w.shape.heads;
+    const int32_t token_low = first_token + a.w.shape.token_of(warp * 16 + lane / 4);
+    const int32_t token_high = first_token + a.w.shape.token_of(warp * 16 + lane / 4 + 8);
     float s[64], o[D / 2];
     uint32_t p[32];
 #pragma unroll
@@ -162,8 +161,8 @@ __device__ __forceinline__ void consume(const query_parameters<T> &a, barriers &
     for (int i = 0; i < D / 2; i++)
         o[i] = 0;
     ring<stages> q(0), k(0), v(0);
-    softmax_state state;
-    pending_tile pending = {};
+    softmax_state state, pending = {}; /* pending: of a tile whose results wait to be written */
+    int32_t now = 0, waiting = -1;     /* headers of the tile, and of that one; -1: there is none */
     const uint32_t own_turn = 1 + half, other_turn = 2 - half;
     if (half == 1) named_barrier_arrive(1, consumer_threads);
 
@@ -173,7 +172,7 @@ __device__ __forceinline__ void consume(const query_parameters<T> &a, barriers &
     const auto issue_qk = [&] {
         pin(s);
         wgmma_fence();
-        issue_scores<T, D>(s, q_operand + q.stage * (2 * memory<D>::half_bytes >> 4), half_rows * 128,
+        issue_scores<T, D>(s, q_operand + q.stage * (2 * memory<D>::half_bytes >> 4),
                            k_operand + k.stage * (memory<D>::block_bytes >> 4));
         wgmma_commit();
     };
@@ -201,102 +200,103 @@ __device__ __forceinline__ void consume(const query_parameters<T> &a, barriers &
         arrive(b.v_empty[v.stage]);
         v.advance();
     };
-    const auto flush = [&] {
-        if (pending.rows > 0) write_results<T, D>(a.results, b.offsets, a.w.shape, staging, half, warp, pending, o);
-        pending.rows = 0;
+    const auto write = [&](int32_t header, const row_pair &lse) {
+        write_results<T, D>(a.results, out_map, a.w.shape, staging, half, warp, b.headers.header[header], lse);
     };
-    const auto mask = [&](int32_t position) {
-        const int32_t relative = position - b.block[k.stage] * block_keys;
+    /* Takes its turn: the scores of a block and, meanwhile, the results of a tile that is done; then the values of the
+     * block before. */
+    const auto take_turn = [&](int accumulate) {
+        barrier_wait(shared_address(&b.k_full[k.stage]), k.parity);
+        named_barrier_sync(own_turn, consumer_threads);
+        issue_qk();
+        if (waiting >= 0) {
+            const row_pair lse = stage_results<T, D>(staging, pending, o);
+            issue_pv(accumulate);
+            write(waiting, lse);
+            waiting = -1;
+        } else {
+            issue_pv(accumulate);
+        }
+        wgmma_wait<1>();
+        pin(s);
+    };
+    const auto mask = [&] {
+        const int32_t relative = b.headers.header[now].at.position - b.block[k.stage] * block_keys;
         const uint32_t low = b.chosen[k.stage][token_low / 32] >> (token_low & 31) & 1;
         const uint32_t high = b.chosen[k.stage][token_high / 32] >> (token_high & 31) & 1;
         mask_scores(s, low ? relative + token_low : -1, high ? relative + token_high : -1);
+        __syncwarp();
     };
-    tile_header at;
+    int32_t steps, masked;
     const auto read_header = [&] {
         barrier_wait(shared_address(&b.q_full[q.stage]), q.parity);
-        const tile_header &h = b.header[q.stage];
-        at = {uniform(h.first_row), uniform(h.rows),  uniform(h.position),
-              uniform(h.unit),      uniform(h.steps), uniform(h.masked)};
+        steps = uniform(b.headers.header[now].list.steps);
+        masked = uniform(b.headers.header[now].list.masked);
     };
 
     read_header();
-    if (at.steps == 0) return;
+    if (steps == 0) return;
     barrier_wait(shared_address(&b.k_full[0]), 0);
     named_barrier_sync(own_turn, consumer_threads);
     issue_qk();
     named_barrier_arrive(other_turn, consumer_threads);
     wgmma_wait<0>();
     pin(s);
-    mask(at.position);
-    __syncwarp();
+    mask();
     release_k();
     state.begin<T>(s, p, a.scale_log2);
     while (true) {
         int accumulate = 0;
-        const auto step = [&](bool masked) {
-            barrier_wait(shared_address(&b.k_full[k.stage]), k.parity);
-            named_barrier_sync(own_turn, consumer_threads);
-            issue_qk();
-            flush();
-            issue_pv(accumulate);
-            wgmma_wait<1>();
-            pin(s);
-            if (masked) {
-                mask(at.position);
-                __syncwarp();
-            }
-            release_k();
-            if (masked) {
-                row_pair factor;
-                const bool raised = state.raise(s, a.scale_log2, factor);
-                finish_pv();
-                if (raised) rescale(o, factor);
-                state.add<T>(s, p, a.scale_log2);
-            } else {
-                finish_pv();
-                state.add_full<T>(s, p, o, a.scale_log2);
-            }
-            accumulate = 1;
-        };
         int32_t i = 1;
 #pragma unroll 1
-        for (; i < at.masked; i++)
-            step(true);
+        for (; i < masked; i++) {
+            take_turn(accumulate);
+            mask();
+            release_k();
+            row_pair factor;
+            const bool raised = state.raise(s, a.scale_log2, factor);
+            finish_pv();
+            if (raised) rescale(o, factor);
+            state.add<T>(s, p, a.scale_log2);
+            accumulate = 1;
+        }
 #pragma unroll 1
-        for (; i < at.steps; i++)
-            step(false);
+        for (; i < steps; i++) {
+            take_turn(accumulate);
+            release_k();
+            finish_pv();
+            state.add_full<T>(s, p, o, a.scale_log2);
+            accumulate = 1;
+        }
         arrive(b.q_empty[q.stage]);
         q.advance();
-        const pending_tile done = {at.first_row, at.rows, at.unit, state};
+        const int32_t done = now;
+        now = following(now);
         read_header();
-        if (at.steps == 0) {
+        if (steps == 0) {
             named_barrier_sync(own_turn, consumer_threads);
-            flush();
+            if (waiting >= 0) write(waiting, stage_results<T, D>(staging, pending, o));
             issue_pv(accumulate);
             finish_pv();
-            write_results<T, D>(a.results, b.offsets, a.w.shape, staging, half, warp, done, o);
+            write(done, stage_results<T, D>(staging, state, o));
+            if (lane == 0) bulk_wait_read<0>();
             return;
         }
-        barrier_wait(shared_address(&b.k_full[k.stage]), k.parity);
-        named_barrier_sync(own_turn, consumer_threads);
-        issue_qk();
-        flush();
-        issue_pv(accumulate);
-        wgmma_wait<1>();
-        pin(s);
-        mask(at.position);
-        __syncwarp();
+        take_turn(accumulate);
+        mask();
         release_k();
         finish_pv();
+        pending = state;
+        waiting = done;
         state.begin<T>(s, p, a.scale_log2);
-        pending = done;
     }
 }
 
 template <typename T, int D>
 __global__ void __launch_bounds__(kernel_threads, 1)
     query_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
-                 const __grid_constant__ CUtensorMap v_map, const __grid_constant__ query_parameters<T> a) {
+                 const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap out_map,
+                 const __grid_constant__ query_parameters<T> a) {
     extern __shared__ uint8_t dynamic[];
     __shared__ barriers b;
     if (a.w.lists.lists != nullptr && a.w.state->partials != 0) return; /* the merging kernel has the chunk */
@@ -311,9 +311,9 @@ __global__ void __launch_bounds__(kernel_threads, 1)
             barrier_init(shared_address(&b.q_empty[i]), consumer_threads / 32);
         }
         barrier_init(shared_address(&b.incomplete), 1);
+        init_headers(b.headers);
         barrier_init_fence();
     }
-    fill_offsets(b.offsets, a.w.shape, a.results);
     /* The copies leave a half's idle rows alone: zeros there keep them from looking like rows to be redone. */
     for (int i = threadIdx.x; i < int(stages * 2 * memory<D>::half_bytes / 16); i += kernel_threads)
         store_shared_16(base + memory<D>::q + i * 16, {0, 0, 0, 0});
@@ -322,26 +322,31 @@ __global__ void __launch_bounds__(kernel_threads, 1)
     const int role = uniform(threadIdx.x / 128);
     if (role == 0) {
         warpgroup_give_registers<40>();
-        if (threadIdx.x < 32) producer<T, D>{q_map, k_map, v_map, a, b, base, {a.w, &a.w.state->next_query}}.run();
+        if (threadIdx.x < 32) {
+            producer<T, D>{q_map, k_map, v_map, a, b, base}.run();
+        } else if (threadIdx.x < 64) {
+            planner{a.w, b.headers, &a.w.state->next_query}.run();
+        }
     } else {
         warpgroup_take_registers<232>();
-        consume<T, D>(a, b, base, role - 1);
+        consume<T, D>(a, out_map, b, base, role - 1);
     }
 }
 
 template <typename T, int D>
 fmsa_status launch_query(const launch_parameters &l) {
     const fmsa_tensors &t = *l.tensors;
-    CUtensorMap q_map, k_map, v_map;
+    CUtensorMap q_map, k_map, v_map, out_map;
     FMSA_TRY(make_query_map<T>(l, l.shape.half_tokens, &q_map));
     FMSA_TRY(make_key_map<T>(l, t.k, &k_map));
     FMSA_TRY(make_key_map<T>(l, t.v, &v_map));
+    FMSA_TRY(make_result_map<T>(l, &out_map));
     query_parameters<T> a = {};
     a.w = make_tile_work(l);
     a.scale_log2 = static_cast<float>(l.problem->config.softmax_scale * double(log2_e));
-    a.results = make_results<T>(t);
+    a.results = make_results<T>(l);
     return launch("query-outer forward", query_kernel<T, D>, dim3(l.processors), kernel_threads,
-                  size_t(memory<D>::bytes + 1024), l.stream, q_map, k_map, v_map, a);
+                  size_t(memory<D>::bytes + 1024), l.stream, q_map, k_map, v_map, out_map, a);
 }
 
 } // namespace

@@ -156,7 +156,7 @@ def test_strided_views():
     p = Problem((16, 2, 4, 1), documents([700]), top_k=3)
     x = make_inputs(p, seed=10)
     fused = torch.empty(700, 16 + 2 + 2 + 4 + 1, 128, dtype=BF16, device="cuda")
-    views = dict(zip(("q", "k", "v", "q_proxy", "k_proxy"), fused.split((16, 2, 2, 4, 1), 1)))
+    views = dict(zip(("q", "k", "v", "q_proxy", "k_proxy"), fused.split((16, 2, 2, 4, 1), 1), strict=True))
     for name, view in views.items():
         view.copy_(x[name])
     plain, lse = check(p, x)
@@ -213,11 +213,11 @@ def test_graph_replayed_with_other_documents(dense):
     prepared = [call.prepare(o, ["out", "lse"] if o == FORWARD else []) for o in operations]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for operation, ready in zip(operations, prepared):
+        for operation, ready in zip(operations, prepared, strict=True):
             call.enqueue(operation, ready)
     for lengths in ([600, 424], [130, 894]):
         p.fragments = documents(lengths)
-        for array, column in zip(p.arrays, zip(*p.fragments)):
+        for array, column in zip(p.arrays, zip(*p.fragments, strict=True), strict=True):
             array.copy_(torch.tensor(column))
         graph.replay()
         torch.cuda.synchronize()
