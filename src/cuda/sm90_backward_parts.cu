@@ -224,56 +224,81 @@ struct dq_parameters {
     fmsa_tensor out;
 };
 
+/* Four lanes hold four words each, lane t those of columns 2 * t and 2 * t + 1 of each eighth; then lane t has all of
+ * eighth number t. */
+__device__ __forceinline__ uint4 gather_eighth(const uint32_t (&x)[4]) {
+    const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+    const uint32_t a = __shfl_xor_sync(0xffffffffu, odd ? x[0] : x[1], 1);
+    const uint32_t b = __shfl_xor_sync(0xffffffffu, odd ? x[2] : x[3], 1);
+    const uint2 low_eighth = odd ? make_uint2(a, x[1]) : make_uint2(x[0], a);
+    const uint2 high_eighth = odd ? make_uint2(b, x[3]) : make_uint2(x[2], b);
+    const uint2 sent = high ? low_eighth : high_eighth, kept = high ? high_eighth : low_eighth;
+    const uint32_t c = __shfl_xor_sync(0xffffffffu, sent.x, 2), d = __shfl_xor_sync(0xffffffffu, sent.y, 2);
+    return high ? make_uint4(c, d, kept.x, kept.y) : make_uint4(kept.x, kept.y, c, d);
+}
+
+/* The same with two words: lane t then has columns 4 * t ... 4 * t + 3 of sixteen. */
+__device__ __forceinline__ uint2 gather_quarter(const uint32_t (&x)[2]) {
+    const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, high ? x[0] : x[1], 2);
+    const uint32_t first = high ? other : x[0], second = high ? x[1] : other;
+    const uint32_t neighbour = __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);
+    return odd ? make_uint2(neighbour, second) : make_uint2(first, neighbour);
+}
+
+/* A thread takes a chunk of 16 bytes; four neighbours have 32 (fp16) or 16 (fp32) neighbouring columns, and exchange
+ * them so that they write them in order. */
 template <typename T, int D, bool half_sums>
 __global__ void __launch_bounds__(part_threads) round_dq_kernel(const __grid_constant__ dq_parameters a) {
     constexpr uint32_t piece_columns = dq_piece_columns<D, half_sums>, pieces = D / piece_columns;
-    constexpr uint32_t columns = half_sums ? 32 : 16; /* of a thread, in 64 bytes */
-    constexpr uint32_t piece_groups = piece_columns / columns;
-    const uint32_t row_groups = a.heads * (D / columns), unit_groups = a.unit_heads * (D / columns);
-    const int64_t term_bytes = int64_t(row_groups) * 64;
+    constexpr uint32_t columns = half_sums ? 8 : 4; /* of a thread */
+    constexpr uint32_t piece_groups = piece_columns / (4 * columns);
+    const uint32_t row_chunks = a.heads * (D / columns), unit_chunks = a.unit_heads * (D / columns);
+    const int64_t term_bytes = int64_t(row_chunks) * 16;
     const view<T> out(static_cast<T *>(a.out.data), a.out.row_stride, a.out.head_stride);
-    for (uint32_t i = threadIdx.x; i < a.block_rows * row_groups; i += part_threads) {
-        const int64_t chunk_row = int64_t(blockIdx.x) * a.block_rows + i / row_groups;
-        if (chunk_row >= a.rows) return;
-        /* [unit][piece][head of the unit][group] */
-        const uint32_t in_row = i % row_groups, group = in_row % piece_groups, in_unit = in_row % unit_groups;
-        const uint32_t piece_and_head = in_unit / piece_groups, piece = piece_and_head / a.unit_heads % pieces;
-        const uint32_t head = in_row / unit_groups * a.unit_heads + piece_and_head % a.unit_heads;
+    for (uint32_t start = 0; start < a.block_rows * row_chunks; start += part_threads) {
+        const uint32_t i = start + threadIdx.x;
+        const int64_t chunk_row = int64_t(blockIdx.x) * a.block_rows + i / row_chunks;
+        const bool there = i < a.block_rows * row_chunks && chunk_row < a.rows;
+        /* [unit][piece][head of the unit][group][4] */
+        const uint32_t in_row = i % row_chunks, group = in_row / 4 % piece_groups;
+        const uint32_t piece_and_head = in_row % unit_chunks / (4 * piece_groups);
+        const uint32_t head = in_row / unit_chunks * a.unit_heads + piece_and_head % a.unit_heads;
         /* In rows of odd heads groups have changed places in pairs. */
-        const uint32_t column = piece * piece_columns + (group ^ head % 2) * columns;
+        const uint32_t column = piece_and_head / a.unit_heads % pieces * piece_columns +
+                                (group ^ head % 2) * 4 * columns + threadIdx.x % 4 * columns;
         const int64_t row = a.row_begin + chunk_row;
-        int terms = a.terms;
-        if (a.row_count != nullptr) terms = a.row_count[head / a.heads_per_proxy_head * a.total_rows + row];
-        const char *first = a.sums + chunk_row * a.terms * term_bytes + in_row * 64;
+        int terms = there ? a.terms : 0;
+        if (there && a.row_count != nullptr) terms = a.row_count[head / a.heads_per_proxy_head * a.total_rows + row];
+        const char *first = a.sums + chunk_row * a.terms * term_bytes + in_row * 16;
         float sum[columns] = {};
+#pragma unroll 4
         for (int t = 0; t < terms; t++) {
-            const uint4 *chunks = reinterpret_cast<const uint4 *>(first + t * term_bytes);
+            const uint4 chunk = __ldcs(reinterpret_cast<const uint4 *>(first + t * term_bytes));
+            const uint32_t x[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
 #pragma unroll
-            for (int own = 0; own < 4; own++) {
-                const uint4 chunk = __ldcs(chunks + own);
-                const uint32_t x[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    if constexpr (half_sums) {
-                        const float2 two = unpack_pair(x[j], __half());
-                        sum[8 * j + 2 * own] += two.x;
-                        sum[8 * j + 2 * own + 1] += two.y;
-                    } else {
-                        sum[8 * (j / 2) + 2 * own + j % 2] += __uint_as_float(x[j]);
-                    }
+            for (int j = 0; j < 4; j++) {
+                if constexpr (half_sums) {
+                    const float2 two = unpack_pair(x[j], __half());
+                    sum[2 * j] += two.x;
+                    sum[2 * j + 1] += two.y;
+                } else {
+                    sum[j] += __uint_as_float(x[j]);
                 }
             }
         }
         float factor = a.factor;
-        if constexpr (half_sums) factor /= a.scale[row * a.heads + head];
-        T *to = out.at(row, head) + column;
+        if constexpr (half_sums) factor /= there ? a.scale[row * a.heads + head] : 1;
+        uint32_t words[columns / 2];
 #pragma unroll
-        for (int c = 0; c < columns; c += 8) {
-            uint32_t x[4];
-#pragma unroll
-            for (int j = 0; j < 4; j++)
-                x[j] = pack_pair(sum[c + 2 * j] * factor, sum[c + 2 * j + 1] * factor, T());
-            *reinterpret_cast<uint4 *>(to + c) = make_uint4(x[0], x[1], x[2], x[3]);
+        for (int j = 0; j < columns / 2; j++)
+            words[j] = pack_pair(sum[2 * j] * factor, sum[2 * j + 1] * factor, T());
+        if constexpr (half_sums) {
+            const uint4 eighth = gather_eighth(words);
+            if (there) *reinterpret_cast<uint4 *>(out.at(row, head) + column) = eighth;
+        } else {
+            const uint2 quarter = gather_quarter(words);
+            if (there) *reinterpret_cast<uint2 *>(out.at(row, head) + column) = quarter;
         }
     }
 }
@@ -384,7 +409,7 @@ fmsa_status round_dq(const fmsa_problem *problem, const fmsa_tensor &dq, const v
     return with_half_type_and_dim(c, [&](auto type, auto dim) {
         typedef decltype(type) T;
         constexpr int D = decltype(dim)::value;
-        p.block_rows = rows_of_block(c->num_heads * (D / (half_sums ? 32 : 16)));
+        p.block_rows = rows_of_block(c->num_heads * (D / (half_sums ? 8 : 4)));
         const unsigned grid = fmsa_cuda_grid(p.rows, p.block_rows);
         const auto kernel = half_sums ? round_dq_kernel<T, D, true> : round_dq_kernel<T, D, false>;
         return launch("dq", kernel, grid, part_threads, 0, stream, p);
