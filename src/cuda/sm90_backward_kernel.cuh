@@ -55,6 +55,7 @@ struct item_state {
     int32_t block, block_number, unit;
     int32_t key_row, keys;
     int32_t turn_begin, turn_end; /* edges of the block's list before the item's, and with them */
+    int32_t backwards;            /* sparse mode: whether tiles come last first */
 };
 
 struct tile_tokens {
@@ -197,14 +198,14 @@ struct finder {
         return __all_sync(0xffffffffu, whole);
     }
 
-    /* Tile number t of shared.next into the ring. */
-    __device__ __forceinline__ void leave_tile(int32_t t) {
+    /* Tile t of shared.next into the ring, as number `number` of the item. */
+    __device__ __forceinline__ void leave_tile(int32_t number, int32_t t) {
         tile_tokens &tokens = shared.tokens[at.ring_place()];
         barrier_wait(shared_address(&shared.tokens_empty[at.ring_place()]), at.ring_parity() ^ 1);
         const bool whole = find_tokens(tokens, shared.next, t * a.tile_tokens);
         if (lane() == 0) {
             tokens.item = shared.next;
-            tokens.number = t;
+            tokens.number = number;
             tokens.whole = whole;
         }
         __syncwarp();
@@ -226,6 +227,8 @@ struct finder {
             next.edge_begin = item->edge_begin;
             next.edge_count = item->edge_count;
             next.block = item->block;
+            /* Every second round of items walks its rows backwards: what the last one read last is still in L2. */
+            next.backwards = a.edge_row != nullptr && (number - a.item_range[0]) / gridDim.x % 2;
             next.unit = item->proxy_head * a.units_per_proxy_head;
             const int64_t first_row = int64_t(item->proxy_head) * (a.row_end - a.row_begin) - a.row_begin;
             next.teacher = first_row * a.places * (backward_keys / 2);
@@ -254,7 +257,7 @@ struct finder {
             for (int32_t i = 0; i < a.units_per_proxy_head; i++) {
 #pragma unroll 1
                 for (int32_t t = 0; t < shared.next.tiles; t++)
-                    leave_tile(t);
+                    leave_tile(t, shared.next.backwards ? shared.next.tiles - 1 - t : t);
                 if (lane() == 0) {
                     shared.next.unit++;
                     shared.next.teacher += a.teacher_plane;
@@ -267,7 +270,7 @@ struct finder {
             shared.next.edge_count = 0;
         }
         __syncwarp();
-        leave_tile(0);
+        leave_tile(0, 0);
     }
 };
 
@@ -323,18 +326,22 @@ struct loader {
         }
     }
 
-    /* This warp's share of the rows of Q or dO by cp.async. */
-    __device__ __forceinline__ void copy_rows(const tile_tokens &tokens, const row_view &from, uint32_t to) {
+    /* This warp's share of the rows of Q and dO by cp.async. */
+    __device__ __forceinline__ void copy_rows(const tile_tokens &tokens, uint32_t to) {
         constexpr int chunks = D / 8, rows = 32 / chunks; /* 16 bytes a lane */
 #pragma unroll 1
         for (int32_t r = (warp() - 1) * rows + lane() / chunks; r < backward_rows; r += 3 * rows) {
             const int32_t token = token_of(a, r), row = tokens.row[token], chunk = lane() % chunks;
-            const int32_t head = tokens.item.unit * a.unit_heads + r - token * a.unit_heads;
             const bool there = row < a.total_q;
-            const T *source = static_cast<const T *>(from.data) + (there ? row : 0) * from.row_stride +
-                              (there ? head : 0) * from.head_stride + 8 * chunk;
-            const uint32_t place = r / 8 * layout::row_group + chunk / 8 * layout::row_half + r % 8 * 128;
-            cp_async_16(to + place + (chunk % 8 ^ r % 8) * 16, source, there);
+            const int64_t from = there ? row : 0;
+            const int64_t head = there ? tokens.item.unit * a.unit_heads + r - token * a.unit_heads : 0;
+            const uint32_t place =
+                r / 8 * layout::row_group + chunk / 8 * layout::row_half + r % 8 * 128 + (chunk % 8 ^ r % 8) * 16;
+            const T *q = static_cast<const T *>(a.q.data) + 8 * chunk;
+            const T *dout = static_cast<const T *>(a.dout.data) + 8 * chunk;
+            cp_async_16(to + place, q + from * a.q.row_stride + head * a.q.head_stride, there);
+            cp_async_16(to + layout::dout - layout::q + place,
+                        dout + from * a.dout.row_stride + head * a.dout.head_stride, there);
         }
     }
 
@@ -372,9 +379,8 @@ struct loader {
             __syncwarp();
         }
         if (a.gathered) {
-            copy_rows(tokens, a.q, to);
+            copy_rows(tokens, to);
             barrier_arrive_after_copies(q_full);
-            copy_rows(tokens, a.dout, to + layout::dout - layout::q);
             barrier_arrive_after_copies(dout_full);
         } else {
             barrier_arrive_after_copies(q_full);
@@ -403,6 +409,11 @@ struct loader {
 };
 
 /* ---- Main warpgroups. ---- */
+
+template <typename T>
+constexpr bool is_bf16 = false;
+template <>
+constexpr bool is_bf16<__nv_bfloat16> = true;
 
 /* A value that the compiler computes where it stands: kept over the loop it would take a register. */
 __device__ __forceinline__ uint32_t found_anew(uint32_t x) {
@@ -542,32 +553,40 @@ struct main_warpgroup {
         if (lane() == 0) barrier_arrive(shared_address(&shared.ds_full[buffer]));
     }
 
-    /* w of the tile's tokens, eight at a time. */
-    __device__ __forceinline__ void leave_teacher(const uint32_t (&p)[16], const tile_tokens &tokens,
-                                                  const item_state &item) {
-        const uint32_t thread = found_anew(threadIdx.x), quad = thread % 4;
-        const uint32_t pair = 8 * (4 * group + thread / 32 % 4) + thread % 32 / 4;
-        uint32_t *to = a.teacher + item.teacher + pair;
-#pragma unroll 1
-        for (int32_t first = 0; first < a.tile_tokens; first += 8) {
-            float w[4];
-            const uint32_t ones = (base + layout::ones + first * 128) >> 4;
-            wgmma_fence();
-            wgmma_new(w, p[0], p[1], p[2], p[3], describe<0, 1024>(ones), T());
+    /* w = sums of p over the rows of each of eight tokens. */
+    __device__ __forceinline__ void multiply_ones(float (&w)[4], const uint32_t (&p)[16], int32_t first_token) {
+        const uint32_t ones = (base + layout::ones + first_token * 128) >> 4;
+        wgmma_fence();
+        wgmma_new(w, p[0], p[1], p[2], p[3], describe<0, 1024>(ones), T());
 #pragma unroll
-            for (int i = 1; i < 4; i++)
-                wgmma(w, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3], describe<0, 1024>(ones + 2 * i), T());
-            wgmma_commit();
+        for (int i = 1; i < 4; i++)
+            wgmma(w, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3], describe<0, 1024>(ones + 2 * i), T());
+        wgmma_commit();
+    }
+
+    __device__ __forceinline__ void store_teacher(const float (&w)[4], const tile_tokens &tokens, int32_t first_token) {
+        const uint32_t thread = found_anew(threadIdx.x);
+        const uint32_t pair = 8 * (4 * group + thread / 32 % 4) + thread % 32 / 4;
+        uint32_t *to = a.teacher + shared.item.teacher + pair;
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const int32_t token = first_token + 2 * (thread % 4) + e;
+            const int32_t row = token < a.tile_tokens ? tokens.row[token] : a.total_q;
+            if (row == a.total_q) continue;
+            to[(int64_t(row) * a.places + tokens.place[token]) * (backward_keys / 2)] =
+                pack_pair(w[e] * a.teacher_factor, w[2 + e] * a.teacher_factor, __half());
+        }
+    }
+
+    /* w of the tile's tokens from the first on. */
+    __device__ __forceinline__ void leave_teacher(const uint32_t (&p)[16], const tile_tokens &tokens, int32_t first) {
+#pragma unroll 1
+        for (; first < a.tile_tokens; first += 8) {
+            float w[4];
+            multiply_ones(w, p, first);
             wgmma_wait<0>();
             pin(w);
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const int32_t token = first + 2 * quad + e;
-                const int32_t row = token < a.tile_tokens ? tokens.row[token] : a.total_q;
-                if (row == a.total_q) continue;
-                to[(int64_t(row) * a.places + tokens.place[token]) * (backward_keys / 2)] =
-                    pack_pair(w[e] * a.teacher_factor, w[2 + e] * a.teacher_factor, __half());
-            }
+            store_teacher(w, tokens, first);
         }
     }
 
@@ -590,12 +609,21 @@ struct main_warpgroup {
         if (a.gathered) fence_async_proxy();
         multiply_columns(dp, keys + to_v, q + to_dout);
         multiply_rows(dv, p, q + to_dout);
-        wgmma_wait<1>();
+        /* In fp16 there are no registers left for w while dP is under way. */
+        constexpr bool early = teach && is_bf16<T>;
+        float w[4];
+        if constexpr (early) multiply_ones(w, p, 0);
+        wgmma_wait<early ? 2 : 1>();
         pin(dp);
         score_gradients(ds, p, dp, rows);
         multiply_rows(dk, ds, q);
         store_score_gradients(ds, at);
-        if constexpr (teach) leave_teacher(p, shared.tokens[at.ring_place()], shared.item);
+        if constexpr (early) {
+            wgmma_wait<1>();
+            pin(w);
+            store_teacher(w, shared.tokens[at.ring_place()], 0);
+        }
+        if constexpr (teach) leave_teacher(p, shared.tokens[at.ring_place()], early ? 8 : 0);
         wgmma_wait<0>();
         pin(dv);
         pin(dk);
