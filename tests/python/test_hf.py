@@ -136,7 +136,7 @@ def step(model: m3.MiniMaxM3VLForCausalLM, ids: Tensor, **kwargs: Any) -> dict[s
     model.zero_grad()
     output = model(ids, labels=ids, **kwargs)
     output.loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return {"logits": output.logits.detach(), "loss": output.loss.detach(), **gradients}
 
 
@@ -209,10 +209,13 @@ def test_from_config_takes_the_name() -> None:
 
 def test_activation_checkpointing_changes_nothing() -> None:
     model = twin(make_model())
-    flashmsa.hf.enable_proxy_loss(model)
+    proxy = flashmsa.hf.enable_proxy_loss(model)
     ids = tokens(2, 200)
     expected = step(model, ids, use_cache=False)
     model.gradient_checkpointing_enable()
+    loss, layers = model(ids, labels=ids, use_cache=False).loss, dict(proxy.layers)
+    loss.backward()
+    assert all(proxy.layers[i] is kl for i, kl in layers.items())  # not those of the second pass
     actual = step(model, ids, use_cache=False)
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
@@ -267,11 +270,12 @@ def test_packed_documents_equal_each_alone(how: str, use_cache: bool, device: st
     model = twin(make_model(device=device))
     lengths = [1, 130, 64, 205]
     documents = [tokens(1, length, device=device) for length in lengths]
-    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
-    kwargs: dict[str, Any] = {"position_ids": positions[None]}
-    if how == "cu_seq_lens":
+    kwargs: dict[str, Any]
+    if how == "position_ids":
+        kwargs = {"position_ids": torch.cat([torch.arange(length, device=device) for length in lengths])[None]}
+    else:
         ends = torch.tensor([0, *lengths], device=device).cumsum(0).int()
-        kwargs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 205, "max_length_k": 205}
+        kwargs = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 205, "max_length_k": 205}
     with torch.no_grad():
         logits = model(torch.cat(documents, dim=1), use_cache=use_cache, **kwargs).logits
         alone = torch.cat([model(document).logits for document in documents], dim=1)
