@@ -31,7 +31,8 @@ layout make_layout(const fmsa_problem *problem) {
     l.shape.inverse = static_cast<uint32_t>((65536 + l.shape.heads - 1) / l.shape.heads);
     if (l.shape.tokens == 0) return l; /* more heads than a half has rows */
     l.shape.per_block = (block_keys + l.shape.tokens - 1) / l.shape.tokens;
-    /* Measured: a step of the query-outer kernel pays where 5 of 8 tokens take part. */
+    /* A step of the query-outer kernel costs the same for few tokens and for many, an edge of the key-outer kernel its
+     * share of a step and the way of a partial result to memory and back: about as much where 5 of 8 take part. */
     l.popular = (5 * l.shape.tokens + 7) / 8;
     /* Blocks that so many chose, or in a short tile blocks that all chose, and the local one. */
     const int32_t shared = l.shape.tokens * problem->slots / l.popular;
@@ -109,7 +110,10 @@ fmsa_status plan_chunks(const fmsa_problem *problem, const layout &how, int64_t 
     constexpr int64_t least_rows = 128;
     const fmsa_config &c = problem->config;
     const int64_t least = c.total_q < least_rows ? c.total_q : least_rows;
-    const size_t limit = c.scratch_limit != 0 ? c.scratch_limit : usual_bytes;
+    constexpr size_t most_bytes =
+        size_t(INT32_MAX) * 128; /* cells are numbered in 32 bits and take 128 bytes or more */
+    size_t limit = c.scratch_limit != 0 ? c.scratch_limit : usual_bytes;
+    if (limit > most_bytes) limit = most_bytes;
     *rows = c.total_q;
     if (is_dense(problem) || scratch_bytes(problem, how, *rows) <= limit) return FMSA_OK;
     const int64_t segment = int64_t(1) << fmsa_cuda_segment_shift(problem);

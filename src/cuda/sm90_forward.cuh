@@ -65,8 +65,8 @@ struct counters {
 };
 
 /* A tile's list of key blocks, for one proxy head: steps of the query-outer kernels. Entry 0 is the local block, the
- * next front - 1 entries are blocks that some of the tile's tokens chose, the rest blocks that all chose, which fill
- * the list's room from its end. Each of the three descends. */
+ * next front - 1 entries are blocks that some of the tile's tokens chose, ascending, the rest blocks that all chose,
+ * descending, at the end of the list's room. */
 struct __align__(16) step_list {
     int32_t steps;
     int32_t masked; /* steps at the front in which some row does not see all keys; all, where a row has not the local
@@ -78,7 +78,7 @@ struct __align__(16) step_list {
 /* Lists in scratch. A list has room for `room` entries of 1 + words numbers: the block's number within the document,
  * and a bit for each of the tile's tokens that chose it. */
 struct step_lists {
-    step_list *lists;  /* [proxy heads][tiles] ; NULL in dense mode, where a tile takes all blocks up to the local */
+    step_list *lists;  /* [proxy heads][tiles]; NULL in dense mode, where a tile takes all blocks up to the local */
     uint32_t *entries; /* [proxy heads][tiles][room][1 + words] */
     uint8_t *token_partials; /* [proxy heads][tiles][count_bytes] partial results of each token */
     int32_t most_tiles;      /* that there is room for */
@@ -94,8 +94,7 @@ struct step_lists {
 struct tile_work {
     tile_shape shape;
     int32_t units, units_per_key_head, units_per_proxy_head;
-    int32_t
-        side; /* units that are taken side by side, a divisor of units: so many that their keys and values fit in L2 */
+    int32_t side; /* units taken side by side, a divisor of units: as many as have keys and values that fit in L2 */
     const tile *tiles;
     step_lists lists;
     counters *state;
@@ -255,8 +254,7 @@ __device__ __forceinline__ void clear_values(uint32_t values, int32_t keys) {
     fence_async_proxy();
 }
 
-/* An edge that the key-outer kernel takes: the query row, and the cell its result goes to (of the proxy head's first
- * unit). */
+/* An edge that the key-outer kernel takes: the query row, and the cell its result goes to, counted within a unit's. */
 struct remote_edge {
     int32_t row, cell;
 };
@@ -273,7 +271,7 @@ constexpr int32_t piece_tiles = 16;
 
 /* Partial results: a cell is one (unit, tile, slot, token), numbered in 32 bits, and holds `heads` rows of head_dim
  * values, each divided by its own sum, and their LSE in base 2. Within a row, the eight values that a lane of an
- * accumulator has of 32 columns stand together, in the order partial_piece gives. */
+ * accumulator has of 32 columns stand together, in the order partial_place gives. */
 template <typename T>
 struct partial_results {
     T *values;

@@ -12,7 +12,8 @@
  * Barriers: a full and an empty one for each stage of K, V, and of each half's Q; consumers release a stage a warp.
  * Shared memory (D = 128): K and V two stages of 32 KB each, Q three of 32 KB: 224 KB. Results go from registers to
  * memory. Registers: producer 56, consumers 224, no spills.
- * Floor: the partial results are written and read once each, 2 * D bytes a row and edge either way. */
+ * Floor: 4 * 128 * 128 * D operations a tile, and 2 * D bytes written a row and edge. Measured on an H200, bf16, D =
+ * 128, 64/4/4/1 heads, k 16, random selection, 65,536 tokens (profiler): 7.6 ms, 530 TFLOP/s, 2.1 TB/s. */
 #include "sm90_forward.cuh"
 
 namespace fmsa {

@@ -5,11 +5,16 @@
  *
  * Tile: 128 rows by 128 keys a step. A tile's partial results, one slot of memory for one slot of its tokens, are
  * spread evenly over its steps. Order in the ring, for blocks 0 ... n - 1 of a tile: Q, K(0), the last tile's V(n - 1)
- * and its share of partial results, K(1), V(0) and its share, ... Warp roles: warp 0 produces, two warpgroups of 64
- * rows consume and take turns at the tensor cores. A partial result is merged in fp32: o += 2^(lse - reference) *
- * values. Barriers: a full and an empty one for each slot; the consumers release a slot a warp. Shared memory (D =
- * 128): six slots of 32 KB and results 32 KB. Registers: producer 40, consumers 232, no spills. Floor: 4 * 128 * 128 *
- * D operations a step, and 2 * D bytes read a row and partial result. */
+ * and its share of partial results, K(1), V(0) and its share, ... A partial result is merged in fp32:
+ * o += 2^(lse - reference) * values.
+ *
+ * Warp roles: warp 0 produces, warp 1 plans, two warpgroups of 64 rows consume and take turns at the tensor cores.
+ * Barriers: a full and an empty one for each slot; the consumers release a slot a warp. Named barriers 1 and 2: the
+ * warpgroups' turns.
+ * Shared memory (D = 128): six slots of 32 KB and results 32 KB: 224 KB, one block a multiprocessor. Registers:
+ * producer and planner 40, consumers 232, no spills. Floor: 4 * 128 * 128 * D operations a step, and 2 * D bytes read a
+ * row and partial result. Measured on an H200, bf16, D = 128, 64/4/4/1 heads, k 16, random selection, 65,536 tokens
+ * (profiler): 4.7 ms, 3.4 TB/s. */
 #include "sm90_forward.cuh"
 
 namespace fmsa {
@@ -51,6 +56,7 @@ struct merge_producer {
     const int lane = threadIdx.x & 31;
     ring<slots> at{1};
     uint32_t incomplete_parity = 0;
+
     __device__ __forceinline__ uint32_t full() const {
         return shared_address(&b.full[at.stage]);
     }

@@ -11,9 +11,10 @@
  *                   order.
  * place_tiles and split also write the results of rows that are in no fragment.
  *
- * Shared memory: next to nothing. Floor: the selection read once,
- * the cells written and read once, 12 bytes an edge; in practice the latency of one warp's merge, some 16 steps a tile
- * where neighbours agree and 8 x 15 where they do not. */
+ * Shared memory: next to nothing. Floor: the selection read once, the cells written and read once, 12 bytes an edge; in
+ * practice the steps of one warp's merge, some 16 a tile where neighbours agree and 8 x 15 where they do not. Measured
+ * on an H200, 4 proxy heads, k 16, 65,536 tokens in eight chunks (profiler), random selection: scan 19 us, split 276
+ * us, compact 73 us. */
 #include "scan.cuh"
 #include "sm90_forward.cuh"
 

@@ -2,14 +2,24 @@
  * nothing to merge. Dense attention (the list is every visible block), and sparse attention where neighbours agree on
  * their blocks so well that no edge is left to the key-outer kernel.
  *
- * Tile: 128 rows (sm90_forward.cuh) by 128 keys a step. Warp roles: warp 0 produces (it issues all copies by the TMA
- * and clears what lies behind an incomplete block's values), two warpgroups consume, 64 rows each, and take turns at
- * the tensor cores: while one multiplies, the other exponentiates. A consumer's step: issue S = Q K^T of this block,
- * then O += P V of the last one, hand over the turn, then P = exp(S) while P V runs. A tile's results are written
- * between the next tile's S and its first P V. Barriers: a full and an empty one for each stage of Q, K and V; the
- * consumers release a stage a warp. Shared memory (D = 128): K and V two stages of 32 KB each, Q two of 32 KB, results
- * 32 KB: 224 KB, one block a multiprocessor. Registers: producer 40, consumers 232, no spills. Floor: 4 * 128 * 128 * D
- * operations a step, 2,048 clocks of the tensor cores at D = 128. */
+ * Tile: 128 rows (sm90_forward.cuh) by 128 keys a step.
+ *
+ * Warp roles: warp 0 produces (it issues all copies by the TMA and clears what lies behind an incomplete block's
+ * values), warp 1 plans (it fetches the headers of the tiles to come), two warpgroups consume, 64 rows each, and take
+ * turns at the tensor cores: while one multiplies, the other exponentiates. A consumer's step: issue S = Q K^T of this
+ * block, then O += P V of the last one, hand over the turn, then P = exp(S) while P V runs. A tile's results are staged
+ * between the next tile's S and its first P V.
+ *
+ * Barriers: a full and an empty one for each stage of Q, K and V; the consumers release a stage a warp. Named barriers
+ * 1 and 2: the warpgroups' turns.
+ *
+ * Shared memory (D = 128): K and V two stages of 32 KB each, Q two of 32 KB, results 32 KB: 224 KB, one block a
+ * multiprocessor. Registers: producer and planner 40, consumers 232, no spills.
+ *
+ * Floor: 4 * 128 * 128 * D operations a step, 2,048 clocks of the tensor cores at D = 128. Measured on an H200, bf16,
+ * D = 128, 64/4 heads, steady state, 32,768 tokens dense causal: 693 TFLOP/s, 1.02 of cuBLAS 8192^3 in the same run; on
+ * lists of 16 blocks that neighbours share 5.9 ms at 65,536 tokens, 714 TFLOP/s (profiler, short run). Power bounds it.
+ */
 #include "sm90_forward.cuh"
 
 namespace fmsa {
