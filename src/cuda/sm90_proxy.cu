@@ -22,11 +22,12 @@ static int64_t min_of(int64_t a, int64_t b) {
 
 /* Tokens of a share: long enough that what a share costs once does not count, short enough that every multiprocessor
  * gets several. The same for all groups, so that a smaller one never has more shares. */
-static int32_t share_rows(const fmsa_problem *problem) {
-    constexpr int64_t wanted_shares = 1024, least = 128, most = 1024;
+static int32_t share_rows(const fmsa_problem *problem, bool computed) {
+    constexpr int64_t wanted_shares = 1024, least = 128;
     const fmsa_config *c = &problem->config;
     const int64_t places = is_dense(problem) ? (problem->max_fragment_blocks + 1) / 2 : problem->slots;
     const int64_t rows = fmsa_ceil_div(c->num_proxy_heads * c->total_q * places, wanted_shares * tile_tokens);
+    const int64_t most = computed ? most_rows_computed : most_rows_given;
     return static_cast<int32_t>(min_of(rows * tile_tokens > least ? rows * tile_tokens : least, most));
 }
 
@@ -66,7 +67,7 @@ group_memory take_group(const fmsa_problem *problem, const fmsa_sm90_proxy &prox
     w.places = group.places;
     w.student_lse = proxy.student_lse;
     const int64_t rows = group.row_end - group.row_begin, count = rows * c->num_proxy_heads * group.places;
-    w.share_rows = share_rows(problem);
+    w.share_rows = share_rows(problem, computed);
     w.segment_rows = is_dense(problem) ? w.share_rows
                      : computed        ? 1 << fmsa_cuda_segment_shift(problem)
                                        : usual_segment;

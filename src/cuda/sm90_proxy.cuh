@@ -21,6 +21,10 @@ namespace fmsa::proxy {
 
 constexpr int tile_tokens = 64, block_keys = FMSA_SM90_TEACHER_KEYS, vector_length = FMSA_SM90_TEACHER_KEYS;
 constexpr int producer_threads = 128;
+/* Tokens of a share, at most: where the teacher is made, and where it is given. */
+constexpr int most_rows_computed = 512, most_rows_given = 1024;
+
+constexpr size_t most_block_memory = 227 * 1024; /* shared memory of a thread block */
 
 struct proxy_share {
     int64_t begin; /* first edge; in dense mode first query row */
@@ -53,7 +57,7 @@ struct proxy_work {
     int32_t total_q, proxy_heads;
     int32_t row_begin, row_end;
     int32_t first_block, places;
-    int32_t segment_rows, share_rows; /* multiples of 64; equal in dense mode */
+    int32_t segment_rows, share_rows; /* equal in dense mode; share_rows a multiple of 64 */
 
     proxy_share *shares;
     int32_t *num_shares;
@@ -78,8 +82,9 @@ struct proxy_work {
     }
 };
 
-/* ---- Tokens. A thread of the producer knows one token of the tile; all learn of it through shared memory. ---- */
+/* ---- Tokens. ---- */
 
+/* The tokens of a tile, for producer and consumers. */
 struct token_tile {
     int32_t limit[tile_tokens];        /* last key of the block that the token sees; negative: no token */
     int32_t place[tile_tokens];        /* number of (proxy head, row, place); negative: no token */
@@ -89,42 +94,13 @@ struct token_tile {
     uint32_t reserved[2];
 };
 
-struct token {
-    int32_t row, place; /* place within the row */
-    int32_t position;
-    float lse;
+/* The tokens of a share, for the producer alone: looked up all at once, so that the latency of memory counts once a
+ * share. Filled up to whole tiles. */
+template <int most_rows>
+struct share_tokens {
+    int32_t limit[most_rows], place[most_rows], row[most_rows];
+    float lse[most_rows];
 };
-
-/* Row and place of token i of a share: of none from count on. */
-__device__ __forceinline__ token find_token(const proxy_work &w, const proxy_share &s, int32_t dense_place, int32_t i) {
-    token t = {-1, 0, -1, INFINITY};
-    if (i >= s.count) return t;
-    t.row = w.dense() ? int32_t(s.begin) + i : w.edge_row[s.begin + i];
-    t.place = w.dense() ? dense_place : w.edge_slot[s.begin + i];
-    return t;
-}
-
-/* What else must be known of it; begun long before it is used. */
-template <bool with_lse>
-__device__ __forceinline__ void complete_token(const proxy_work &w, const proxy_share &s, token &t) {
-    if (t.row < 0) return;
-    t.position = w.geometry.row_position[t.row];
-    if (with_lse) t.lse = w.student_lse[int64_t(s.proxy_head) * w.total_q + t.row];
-}
-
-/* Called by the first two warps of the producer. */
-__device__ __forceinline__ void keep_token(const proxy_work &w, const proxy_share &s, token_tile &tile, const token &t,
-                                           int32_t block_position) {
-    const int i = threadIdx.x;
-    const int32_t limit = t.position < 0 ? -1 : t.position - block_position;
-    const bool there = limit >= 0;
-    tile.limit[i] = limit;
-    tile.row[i] = there ? t.row : -1;
-    tile.place[i] = there ? int32_t(w.first_place(s.proxy_head, t.row)) + t.place : -1;
-    tile.lse[i] = there ? t.lse : INFINITY;
-    const uint32_t masked = __any_sync(0xffffffffu, limit < block_keys - 1);
-    if (i % 32 == 0) tile.masked[i / 32] = masked;
-}
 
 /* ---- Copies by the producer: cp.async, since rows lie anywhere. 16-byte chunks go where the 128-byte swizzle of wgmma
  * expects them; 64 columns after 64 columns. What is not there is 0. ---- */
@@ -137,13 +113,17 @@ __device__ __forceinline__ uint32_t chunk_offset(int row, int chunk) {
 template <int D, typename T>
 __device__ __forceinline__ void load_token_rows(uint32_t destination, const token_tile &tile, const view<const T> &q,
                                                 int64_t head) {
-    constexpr int chunks = D / 8, rows_at_once = producer_threads / chunks;
+    constexpr int chunks = D / 8, rows_at_once = producer_threads / chunks, count = tile_tokens / rows_at_once;
     const int chunk = threadIdx.x % chunks, first = threadIdx.x / chunks;
+    int32_t row[count]; /* read all before the first copy, which nothing may pass */
 #pragma unroll
-    for (int i = 0; i < tile_tokens / rows_at_once; i++) {
-        const int r = first + i * rows_at_once;
-        const int32_t row = tile.row[r];
-        cp_async_16(destination + chunk_offset<tile_tokens>(r, chunk), q.at(max(row, 0), head) + 8 * chunk, row >= 0);
+    for (int i = 0; i < count; i++)
+        row[i] = tile.row[first + i * rows_at_once];
+    const T *const begin = q.at(0, head) + 8 * chunk;
+#pragma unroll
+    for (int i = 0; i < count; i++) {
+        cp_async_16(destination + chunk_offset<tile_tokens>(first + i * rows_at_once, chunk),
+                    begin + max(row[i], 0) * q.row_stride, row[i] >= 0);
     }
 }
 
@@ -181,58 +161,73 @@ __device__ __forceinline__ int32_t tiles_of(const proxy_share &s) {
     return (s.count + tile_tokens - 1) / tile_tokens;
 }
 
-/* Takes shares by ticket. A ticket is drawn while the share before it is in work. All threads of the producer call. */
-struct share_taker {
-    uint32_t *ticket;
-    int32_t *shared; /* one number in shared memory */
-    int32_t count, drawn, number;
+/* The next share, by ticket, and its number. Whether there is one. All threads of the producer call, and pass another
+ * of its barriers before they call again. shared: one number in shared memory. */
+__device__ __forceinline__ bool take_share(const proxy_work &w, int ticket, int32_t *shared, proxy_share &s,
+                                           int32_t &number) {
+    if (threadIdx.x == 0) *shared = static_cast<int32_t>(atomicAdd(w.tickets + ticket, 1u));
+    named_barrier_sync(1, producer_threads);
+    number = uniform(*static_cast<volatile int32_t *>(shared));
+    if (number >= *w.num_shares) return false;
+    s = w.shares[number];
+    return true;
+}
 
-    __device__ __forceinline__ share_taker(const proxy_work &w, int which, int32_t *shared)
-        : ticket(w.tickets + which), shared(shared), count(*w.num_shares), drawn(0), number(0) {
-        if (threadIdx.x == 0) drawn = atomicAdd(ticket, 1u);
+/* Called by all threads of the producer; afterwards all of them may read the tokens. */
+template <bool with_lse, int most_rows>
+__device__ __forceinline__ void find_tokens(const proxy_work &w, const proxy_share &s, const block_place &block,
+                                            share_tokens<most_rows> &tokens) {
+    constexpr int a_thread = most_rows / producer_threads;
+    int32_t row[a_thread], place[a_thread];
+#pragma unroll
+    for (int n = 0; n < a_thread; n++) {
+        const int32_t i = threadIdx.x + n * producer_threads;
+        row[n] = -1;
+        place[n] = block.dense_place;
+        if (i >= s.count) continue;
+        row[n] = w.dense() ? int32_t(s.begin) + i : w.edge_row[s.begin + i];
+        if (!w.dense()) place[n] = w.edge_slot[s.begin + i];
     }
-
-    /* Whether there is one. Between two calls every thread passes another barrier of the producer. */
-    __device__ __forceinline__ bool take(const proxy_work &w, proxy_share &s) {
-        if (threadIdx.x == 0) *shared = drawn;
-        named_barrier_sync(1, producer_threads);
-        number = uniform(*static_cast<volatile int32_t *>(shared));
-        if (number >= count) return false;
-        s = w.shares[number];
-        if (threadIdx.x == 0) drawn = atomicAdd(ticket, 1u);
-        return true;
+    int32_t position[a_thread];
+    float lse[a_thread];
+#pragma unroll
+    for (int n = 0; n < a_thread; n++) {
+        position[n] = -1;
+        lse[n] = INFINITY;
+        if (row[n] < 0) continue;
+        position[n] = w.geometry.row_position[row[n]];
+        if (with_lse) lse[n] = w.student_lse[int64_t(s.proxy_head) * w.total_q + row[n]];
     }
-};
-
-/* The tokens of a share, tile by tile: row and place are asked for two tiles ahead, the rest one. */
-template <bool with_lse>
-struct token_stream {
-    const proxy_work &w;
-    const proxy_share &s;
-    const block_place &block;
-    token current, following;
-    int32_t next;
-
-    __device__ __forceinline__ token_stream(const proxy_work &w, const proxy_share &s, const block_place &block)
-        : w(w), s(s), block(block), next(threadIdx.x) {
-        following = find_token(w, s, block.dense_place, threadIdx.x < tile_tokens ? next : s.count);
-        advance();
+    const int32_t end = tiles_of(s) * tile_tokens;
+#pragma unroll
+    for (int n = 0; n < a_thread; n++) {
+        const int32_t i = threadIdx.x + n * producer_threads;
+        if (i >= end) break;
+        const int32_t limit = position[n] < 0 ? -1 : position[n] - block.position;
+        const bool there = limit >= 0;
+        tokens.limit[i] = limit;
+        tokens.row[i] = there ? row[n] : -1;
+        tokens.place[i] = there ? int32_t(w.first_place(s.proxy_head, row[n])) + place[n] : -1;
+        tokens.lse[i] = there ? lse[n] : INFINITY;
     }
+    named_barrier_sync(1, producer_threads);
+}
 
-    /* All threads of the producer: afterwards all of them may read the tile. */
-    __device__ __forceinline__ void keep(token_tile &tile) {
-        if (threadIdx.x < tile_tokens) keep_token(w, s, tile, current, block.position);
-        named_barrier_sync(1, producer_threads);
+/* Tile t of a share; called likewise. */
+template <int most_rows>
+__device__ __forceinline__ void keep_tile(const share_tokens<most_rows> &tokens, int32_t t, token_tile &tile) {
+    if (threadIdx.x < tile_tokens) {
+        const int i = threadIdx.x, from = t * tile_tokens + i;
+        const int32_t limit = tokens.limit[from];
+        tile.limit[i] = limit;
+        tile.row[i] = tokens.row[from];
+        tile.place[i] = tokens.place[from];
+        tile.lse[i] = tokens.lse[from];
+        const uint32_t masked = __any_sync(0xffffffffu, limit < block_keys - 1);
+        if (i % 32 == 0) tile.masked[i / 32] = masked;
     }
-
-    __device__ __forceinline__ void advance() {
-        if (threadIdx.x >= tile_tokens) return;
-        next += tile_tokens;
-        current = following;
-        complete_token<with_lse>(w, s, current);
-        following = find_token(w, s, block.dense_place, next);
-    }
-};
+    named_barrier_sync(1, producer_threads);
+}
 
 /* What the consumers must know of a share. */
 struct share_data {

@@ -3,22 +3,21 @@
  * here: one product S^T = K Q^T for each of the R main heads, w^T += exp(S^T - lse) in registers.
  *
  * Key-outer, persistent, one block of four warpgroups a multiprocessor; a tile is 64 tokens (N) x the block's 128 keys.
- * Warpgroup 0 produces: shares by ticket, key rows and token rows by cp.async, teacher rows by bulk copies. Warpgroups
- * 1 and 2 take 64 keys (M) each: S^T by wgmma m64n64, dS^T in registers, dk_proxy += dS^T q_proxy by m64nDp with dS^T
- * as the operand from registers, dS as [token][key] to shared memory. Warpgroup 3: dq_proxy = dS k_proxy by m64nDp; it
- * leaves a term for each (row, place) in 16 bits with a scale of its own power of two, in the place of the teacher row.
- * So a term is 11 bits of its largest element, no sum is made in an order that could change, and no memory is added to
- * at random; dk_proxy is added in fp32, once a share.
+ * Warpgroup 0 produces: shares by ticket; key rows, token rows and teacher rows by cp.async. Warpgroups 1 and 2 take 64
+ * keys (M) each: S^T by wgmma m64n64, dS^T in registers, dk_proxy += dS^T q_proxy by m64nDp with dS^T as the operand
+ * from registers, dS as [token][key] to shared memory. Warpgroup 3: dq_proxy = dS k_proxy by m64nDp; it leaves a term
+ * for each (row, place) in 16 bits with a scale of its own power of two, in the place of the teacher row. So a term is
+ * 11 bits of its largest element, no sum is made in an order that could change, and no memory is added to at random;
+ * dk_proxy is added in fp32, once a share.
  *
- * Barriers: full[stage] from the producer's 128 copies and 64 token writers (who also announce the teacher rows) to
- * warpgroups 1 and 2, empty[stage] back from their 8 warps; ds_full[i] from their 8 warps to warpgroup 3, ds_empty[i]
- * back from its 4; key_full and key_empty the same for a share's keys with all 12 warps; main_full and main_empty for
- * the main heads' keys with 8. The tokens' data has eight places: warpgroup 3 is at most two tiles behind the others.
- * Registers: producer 72, 160 for each of the two (dk_proxy 64, S 32, dS 16, teacher 32 if made here), 104 for
- * dq_proxy. Shared memory (Dp = 128): proxy keys 64 KB and stages of 64 rows 48 KB, dS 32 KB,
- * teacher rows 51 KB or the main heads' keys 64 KB. A teacher row takes 272 B there, so that four lanes with two tokens
- * each meet different banks. Floor: 6 * 128 * Dp FLOPs a (row, place): 1,536 clocks a tile at Dp = 128; 512 B of
- * memory. */
+ * Barriers: full[stage] from the producer's 128 copies and 64 token writers to warpgroups 1 and 2, empty[stage] back
+ * from their 8 warps; ds_full[i] from their 8 warps to warpgroup 3, ds_empty[i] back from its 4; key_full and key_empty
+ * the same for a share's keys with all 12 warps; main_full and main_empty for the main heads' keys with 8. The tokens'
+ * data has eight places: warpgroup 3 is at most two tiles behind the others. Registers, teacher given / made here:
+ * producer 72 / 56, warpgroups 1 and 2 168 / 176 (dk_proxy 64, S 32, dS 16, teacher 32), warpgroup 3 104. Shared memory
+ * (Dp = 128): proxy keys 64 KB, stages of 64 rows 48 KB, dS 32 KB, tokens 24 KB, and teacher rows 51 KB or the main
+ * heads' keys 64 KB. A teacher row takes 272 B there, so that four lanes with two tokens each meet different banks.
+ * Floor: 6 * 128 * Dp FLOPs a (row, place): 1,536 clocks a tile at Dp = 128; 512 B of memory. */
 #include "sm90_proxy.cuh"
 
 namespace fmsa::proxy {
@@ -53,11 +52,14 @@ struct gradient_memory {
     alignas(16) char teacher[MAIN == 0 ? gradient_stages : 1][MAIN == 0 ? tile_tokens * teacher_row_bytes : 16];
     token_tile tokens[token_places];
     float lse[gradient_stages][tile_tokens]; /* of a main head, natural */
+    share_tokens<MAIN == 0 ? most_rows_given : most_rows_computed> share;
     share_data shares[key_buffers];
     uint64_t full[gradient_stages], empty[gradient_stages], ds_full[ds_buffers], ds_empty[ds_buffers];
     uint64_t key_full[key_buffers], key_empty[key_buffers], main_full[main_key_buffers], main_empty[main_key_buffers];
     int32_t next_share;
 };
+static_assert(sizeof(gradient_memory<128, 0>) <= most_block_memory, "a block has no more");
+static_assert(sizeof(gradient_memory<128, 128>) <= most_block_memory, "a block has no more");
 
 /* A place in a ring and how often it has been passed: the consumer waits for `phase`, the producer for the other. */
 template <int count>
@@ -75,11 +77,27 @@ struct ring_place {
 
 /* ---- Warpgroup 0. ---- */
 
+/* By cp.async as all else: a bulk copy a row would be issued thread after thread. */
+__device__ __forceinline__ void load_teacher_rows(uint32_t destination, const token_tile &tile,
+                                                  const uint16_t *vectors) {
+    constexpr int chunks = vector_length / 8, rows_at_once = producer_threads / chunks;
+    constexpr int count = tile_tokens / rows_at_once;
+    const int chunk = threadIdx.x % chunks, first = threadIdx.x / chunks;
+    int32_t place[count];
+#pragma unroll
+    for (int i = 0; i < count; i++)
+        place[i] = tile.place[first + i * rows_at_once];
+#pragma unroll
+    for (int i = 0; i < count; i++) {
+        cp_async_16(destination + (first + i * rows_at_once) * teacher_row_bytes + 16 * chunk,
+                    vectors + int64_t(max(place[i], 0)) * vector_length + 8 * chunk, place[i] >= 0);
+    }
+}
+
 template <typename T, int D, int MAIN>
 __device__ __forceinline__ void produce(const gradient_parameters<T> &a, gradient_memory<D, MAIN> &m) {
     const proxy_work &w = a.w;
     const int tid = threadIdx.x;
-    share_taker taker(w, 1, &m.next_share);
     ring_place<key_buffers> buffer;
     ring_place<gradient_stages> stage;
     ring_place<main_key_buffers> main_buffer;
@@ -88,14 +106,15 @@ __device__ __forceinline__ void produce(const gradient_parameters<T> &a, gradien
         const uint32_t key_full = shared_address(&m.key_full[buffer.index]);
         barrier_wait(shared_address(&m.key_empty[buffer.index]), buffer.phase ^ 1);
         proxy_share s;
-        if (!taker.take(w, s)) {
+        int32_t number;
+        if (!take_share(w, 1, &m.next_share, s, number)) {
             if (tid == 0) m.shares[buffer.index].tiles = 0;
             barrier_arrive(key_full);
             barrier_arrive_after_copies(key_full);
             return;
         }
         const block_place block(w, s.block);
-        if (tid == 0) describe_share(w, s, block, taker.number, m.shares[buffer.index]);
+        if (tid == 0) describe_share(w, s, block, number, m.shares[buffer.index]);
         load_key_rows<D>(shared_address(m.keys[buffer.index]), a.k_proxy, block.key_row, block.keys,
                          s.proxy_head / a.proxy_heads_per_key_head);
         barrier_arrive(key_full);
@@ -103,11 +122,11 @@ __device__ __forceinline__ void produce(const gradient_parameters<T> &a, gradien
         buffer.advance();
 
         int32_t held_head = -1; /* the main key head whose keys were loaded last */
-        token_stream<true> stream(w, s, block);
+        find_tokens<true>(w, s, block, m.share);
         for (int32_t t = 0; t < tiles_of(s); t++, tile++) {
             token_tile &tokens = m.tokens[tile % token_places];
             barrier_wait(shared_address(&m.empty[stage.index]), stage.phase ^ 1);
-            stream.keep(tokens);
+            keep_tile(m.share, t, tokens);
             if constexpr (MAIN != 0) {
                 for (int32_t h = 0; h < a.heads_per_proxy_head; h++) {
                     const int32_t head = s.proxy_head * a.heads_per_proxy_head + h;
@@ -135,20 +154,11 @@ __device__ __forceinline__ void produce(const gradient_parameters<T> &a, gradien
                 barrier_wait(shared_address(&m.empty[stage.index]), stage.phase ^ 1);
             }
             const uint32_t full = shared_address(&m.full[stage.index]);
-            if (tid < tile_tokens) {
-                const int32_t place = tokens.place[tid];
-                if (MAIN == 0 && place >= 0) {
-                    barrier_arrive_expect(full, 2 * vector_length);
-                    bulk_load(shared_address(m.teacher[stage.index]) + tid * teacher_row_bytes,
-                              w.vectors + int64_t(place) * vector_length, 2 * vector_length, full);
-                } else {
-                    barrier_arrive(full);
-                }
-            }
+            if constexpr (MAIN == 0) load_teacher_rows(shared_address(m.teacher[stage.index]), tokens, w.vectors);
             load_token_rows<D>(shared_address(m.rows[stage.index]), tokens, a.q_proxy, s.proxy_head);
             barrier_arrive_after_copies(full);
+            if (tid < tile_tokens) barrier_arrive(full);
             stage.advance();
-            stream.advance();
         }
     }
 }
@@ -180,40 +190,88 @@ struct own_place {
     int key, column;
 };
 
-/* The teacher of a given tile, scaled back, plus what keeps its logarithm finite. */
+/* Added to w: keeps its logarithm finite, and is 0 for every other purpose. */
 constexpr float least_teacher = 1e-30f;
 
-/* dS in pairs from the scores, and the KL value's terms, times 1 / log 2. teacher(j, half, e) is w. */
-template <typename T, typename Teacher>
+/* dS in pairs from the scores, and the KL value's terms, times 1 / log 2. teacher(j, half, e) is w. masked: whether
+ * some token does not see some key. */
+template <bool masked, bool wants_kl, typename T, typename Teacher>
 __device__ __forceinline__ void differ(uint32_t (&ds)[16], float &kl, const float (&s)[32], const token_tile &tokens,
-                                       const own_place &own, float scale_log2, bool wants_kl, Teacher teacher) {
-    const bool masked = (tokens.masked[0] | tokens.masked[1]) != 0;
+                                       const own_place &own, float scale_log2, const Teacher &teacher) {
+    float terms[2] = {0, 0};
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         const float2 lse = *reinterpret_cast<const float2 *>(&tokens.lse[8 * j + own.column]);
-        const int2 limit = *reinterpret_cast<const int2 *>(&tokens.limit[8 * j + own.column]);
+        int2 limit = {};
+        if (masked) limit = *reinterpret_cast<const int2 *>(&tokens.limit[8 * j + own.column]);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float difference[2];
 #pragma unroll
             for (int e = 0; e < 2; e++) {
+                const bool seen = !masked || own.key + 8 * half <= (e == 0 ? limit.x : limit.y);
                 const float log2_r = fmaf(s[4 * j + 2 * half + e], scale_log2, e == 0 ? -lse.x : -lse.y);
                 const float w = teacher(j, half, e);
-                const bool seen = !masked || own.key + 8 * half <= (e == 0 ? limit.x : limit.y);
-                if (wants_kl) kl += seen ? w * (__log2f(w) - log2_r) : 0;
+                if (wants_kl) {
+                    const float logarithm = log2_approx(w) - log2_r;
+                    terms[e] = fmaf(seen ? w : 0, seen ? logarithm : 0, terms[e]);
+                }
                 difference[e] = seen ? (exp2_approx(log2_r) - w) * ds_scale<T> : 0;
             }
             ds[2 * j + half] = pack_pair(difference[0], difference[1], T());
         }
     }
+    kl += terms[0] + terms[1];
 }
 
-/* Adds a warpgroup's 64 rows of dk_proxy, when their turn has come. */
+template <typename T, typename Teacher>
+__device__ __forceinline__ void differ(uint32_t (&ds)[16], float &kl, const float (&s)[32], const token_tile &tokens,
+                                       const own_place &own, float scale_log2, bool wants_kl, const Teacher &teacher) {
+    if ((tokens.masked[0] | tokens.masked[1]) != 0) {
+        differ<true, true, T>(ds, kl, s, tokens, own, scale_log2, teacher);
+    } else if (wants_kl) {
+        differ<false, true, T>(ds, kl, s, tokens, own, scale_log2, teacher);
+    } else {
+        differ<false, false, T>(ds, kl, s, tokens, own, scale_log2, teacher);
+    }
+}
+
+/* Adds a row of dk_proxy, columns 16 * j + column of it. In turn: four loads are under way at a time. */
+template <int D>
+__device__ __forceinline__ void add_row(float *row, const float (&dk)[D / 2], int half) {
+#pragma unroll
+    for (int j = 0; j < D / 16; j++) {
+        const float *x = &dk[8 * j + 2 * half];
+        reduce_add_4(row + 16 * j, x[0], x[1], x[4], x[5]);
+    }
+}
+
+template <int D>
+__device__ __forceinline__ void add_row_in_turn(float *row, const float (&dk)[D / 2], int half) {
+    constexpr int at_once = 4;
+#pragma unroll
+    for (int first = 0; first < D / 16; first += at_once) {
+        float4 sum[at_once];
+#pragma unroll
+        for (int j = 0; j < at_once; j++)
+            sum[j] = __ldcg(reinterpret_cast<const float4 *>(row + 16 * (first + j)));
+#pragma unroll
+        for (int j = 0; j < at_once; j++) {
+            const float *x = &dk[8 * (first + j) + 2 * half];
+            const float4 value = {sum[j].x + x[0], sum[j].y + x[1], sum[j].z + x[4], sum[j].w + x[5]};
+            __stcg(reinterpret_cast<float4 *>(row + 16 * (first + j)), value);
+        }
+    }
+}
+
+/* Adds a warpgroup's 64 rows of dk_proxy, where there are turns when its own has come. */
 template <typename T, int D>
 __device__ __forceinline__ void add_dk(const gradient_parameters<T> &a, const share_data &s, const own_place &own,
                                        int warpgroup, const float (&dk)[D / 2]) {
     int32_t *turn = nullptr;
+    int64_t head = s.proxy_head / a.proxy_heads_per_key_head;
     if (a.turns != nullptr) {
+        head = s.proxy_head;
         turn = a.turns + (s.proxy_head * a.w.max_blocks + s.block) * 2 + warpgroup;
         if (threadIdx.x % 128 == 0) {
             while (atomicAdd(turn, 0) != s.before)
@@ -222,17 +280,15 @@ __device__ __forceinline__ void add_dk(const gradient_parameters<T> &a, const sh
         }
         named_barrier_sync(2 + warpgroup, 128);
     }
-    const int64_t head = a.turns == nullptr ? s.proxy_head / a.proxy_heads_per_key_head : s.proxy_head;
-    const add_kind kind = a.turns == nullptr ? ADD_IN_ANY_ORDER : ADD_ALONE;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int key = own.key + 8 * half;
         if (key >= s.keys) continue;
         float *row = a.dk + ((s.key_row + int64_t(key)) * a.dk_heads + head) * D + 2 * own.column;
-#pragma unroll
-        for (int j = 0; j < D / 16; j++) {
-            const float *x = &dk[8 * j + 2 * half];
-            add_to_sums(row + 16 * j, x[0], x[1], x[4], x[5], kind);
+        if (turn == nullptr) {
+            add_row<D>(row, dk, half);
+        } else {
+            add_row_in_turn<D>(row, dk, half);
         }
     }
     if (turn == nullptr) return;
@@ -259,8 +315,8 @@ __device__ __forceinline__ void consume(const gradient_parameters<T> &a, gradien
     uint32_t tile = 0;
     while (true) {
         barrier_wait(shared_address(&m.key_full[buffer.index]), buffer.phase);
-        const share_data share = m.shares[buffer.index];
-        const int32_t tiles = uniform(share.tiles);
+        const share_data &shared = m.shares[buffer.index];
+        const int32_t tiles = uniform(shared.tiles);
         if (tiles == 0) return;
         fence_async_proxy();
         const uint64_t keys = operand(shared_address(m.keys[buffer.index]) + half_of_keys, 0, 1024);
@@ -272,7 +328,7 @@ __device__ __forceinline__ void consume(const gradient_parameters<T> &a, gradien
             float teacher[MAIN == 0 ? 1 : 32] = {};
             if constexpr (MAIN != 0) {
                 for (int32_t h = 0; h < a.heads_per_proxy_head; h++) {
-                    const int32_t key_head = (share.proxy_head * a.heads_per_proxy_head + h) / a.heads_per_kv_head;
+                    const int32_t key_head = (shared.proxy_head * a.heads_per_proxy_head + h) / a.heads_per_kv_head;
                     if (key_head != held_head) {
                         if (held_head >= 0) {
                             if (lane == 0) barrier_arrive(shared_address(&m.main_empty[main_buffer.index]));
@@ -348,6 +404,7 @@ __device__ __forceinline__ void consume(const gradient_parameters<T> &a, gradien
             if (lane == 0) barrier_arrive(shared_address(&m.empty[stage.index]));
             stage.advance();
         }
+        const share_data share = shared;
         __syncwarp();
         if (lane == 0) {
             if (MAIN != 0) barrier_arrive(shared_address(&m.main_empty[main_buffer.index]));
@@ -464,13 +521,13 @@ __global__ void __launch_bounds__(gradient_threads, 1)
     __syncthreads();
     const int role = uniform(threadIdx.x / 128);
     if (role == 0) {
-        warpgroup_give_registers<72>();
+        warpgroup_give_registers<MAIN == 0 ? 72 : 56>();
         produce<T, D, MAIN>(a, m);
     } else if (role == 3) {
         warpgroup_give_registers<104>();
         make_terms<T, D, MAIN>(a, m);
     } else {
-        warpgroup_take_registers<160>();
+        warpgroup_take_registers<MAIN == 0 ? 168 : 176>();
         consume<T, D, MAIN>(a, m);
     }
 }

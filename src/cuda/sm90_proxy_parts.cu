@@ -35,6 +35,12 @@ __device__ __forceinline__ part_of_list find_part(const proxy_work &w, int32_t p
     return {list[0] + first, end - first};
 }
 
+/* Tokens of the shares of a list: all about the same, since those of one list may wait for each other. */
+__device__ __forceinline__ int32_t share_length(const proxy_work &w, int32_t tokens) {
+    const int32_t shares = max((tokens + w.share_rows - 1) / w.share_rows, 1);
+    return max((tokens + shares * tile_tokens - 1) / (shares * tile_tokens), 1) * tile_tokens;
+}
+
 /* counting: writes the number of shares of each (segment, proxy head). Otherwise: writes the shares. */
 __global__ void __launch_bounds__(find_threads)
     find_shares_kernel(const __grid_constant__ proxy_work w, bool counting) {
@@ -56,12 +62,13 @@ __global__ void __launch_bounds__(find_threads)
         const int32_t block = tile + static_cast<int32_t>(threadIdx.x);
         part_of_list part = {0, 0};
         if (block < end) part = find_part(w, proxy_head, block, row_begin, row_end);
-        const int32_t shares = (part.count + w.share_rows - 1) / w.share_rows;
+        const int32_t length = share_length(w, part.count);
+        const int32_t shares = (part.count + length - 1) / length;
         int32_t place = before + block_exclusive_scan<find_threads>(shares, 0, add(), total);
         before += total;
         if (counting) continue;
-        for (int32_t done = 0; done < part.count; done += w.share_rows) {
-            const int32_t count = min(part.count - done, w.share_rows);
+        for (int32_t done = 0; done < part.count; done += length) {
+            const int32_t count = min(part.count - done, length);
             w.shares[place++] = {part.begin + done, count, block, proxy_head, 0};
         }
     }

@@ -8,7 +8,7 @@
  * stages of 64) by cp.async; warpgroups 1-3 take the tiles in turn, so that the exponentials of two run beside the
  * product of the third. Barriers: full[stage] from the producer's 128 copies and 64 token writers to the tile's
  * warpgroup, empty[stage] back from its 4 warps; key_full and key_empty the same for a share, with all 12 warps.
- * Registers: 128 a thread; S takes 64. Shared memory (Dp = 128): keys 64 KB, stages 128 KB, tokens 8 KB.
+ * Registers: 128 a thread; S takes 64. Shared memory (Dp = 128): keys 64 KB, stages 128 KB, tokens 24 KB.
  * Floor: 2 * 128 * Dp FLOPs and 128 exponentials a (row, place): both 1,024 clocks for 128 of them at Dp = 128. */
 #include "sm90_proxy.cuh"
 
@@ -30,45 +30,46 @@ struct student_memory {
     alignas(1024) char keys[key_buffers][key_bytes];
     alignas(1024) char rows[student_stages][stage_bytes];
     token_tile tokens[student_stages];
+    share_tokens<most_rows_given> share;
     share_data shares[key_buffers];
     uint64_t full[student_stages], empty[student_stages], key_full[key_buffers], key_empty[key_buffers];
     int32_t next_share;
 };
+static_assert(sizeof(student_memory<128>) <= most_block_memory, "a block has no more");
 
 template <typename T, int D>
 __device__ __forceinline__ void produce(const student_parameters<T> &a, student_memory<D> &m) {
     const proxy_work &w = a.w;
     const int tid = threadIdx.x;
-    share_taker taker(w, 0, &m.next_share);
     uint32_t tile = 0;
     for (uint32_t i = 0;; i++) {
         const int buffer = i % key_buffers;
         barrier_wait(shared_address(&m.key_empty[buffer]), (i / key_buffers + 1) & 1);
         const uint32_t key_full = shared_address(&m.key_full[buffer]);
         proxy_share s;
-        if (!taker.take(w, s)) {
+        int32_t number;
+        if (!take_share(w, 0, &m.next_share, s, number)) {
             if (tid == 0) m.shares[buffer].tiles = 0;
             barrier_arrive(key_full);
             barrier_arrive_after_copies(key_full);
             return;
         }
         const block_place block(w, s.block);
-        if (tid == 0) describe_share(w, s, block, taker.number, m.shares[buffer]);
+        if (tid == 0) describe_share(w, s, block, number, m.shares[buffer]);
         load_key_rows<D>(shared_address(m.keys[buffer]), a.k_proxy, block.key_row, block.keys,
                          s.proxy_head / a.proxy_heads_per_key_head);
         barrier_arrive(key_full);
         barrier_arrive_after_copies(key_full);
 
-        token_stream<false> tokens(w, s, block);
+        find_tokens<false>(w, s, block, m.share);
         for (int32_t t = 0; t < tiles_of(s); t++, tile++) {
             const int stage = tile % student_stages;
             const uint32_t full = shared_address(&m.full[stage]);
             barrier_wait(shared_address(&m.empty[stage]), (tile / student_stages + 1) & 1);
-            tokens.keep(m.tokens[stage]);
+            keep_tile(m.share, t, m.tokens[stage]);
             load_token_rows<D>(shared_address(m.rows[stage]), m.tokens[stage], a.q_proxy, s.proxy_head);
             barrier_arrive_after_copies(full);
             if (tid < tile_tokens) barrier_arrive(full);
-            tokens.advance();
         }
     }
 }
