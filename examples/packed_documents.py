@@ -5,7 +5,7 @@ Run it with: python examples/packed_documents.py
 
 import torch
 
-from flashmsa.module import MSAttention
+from flashmsa import MSAttention
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         flash_msa_warmup_func,
         sparse_attention_warmup,
     )
+    from .module import MSAttention
 
 __version__ = build_info()["version"]
 
@@ -34,6 +35,7 @@ _FUNCTIONS = (
 _MODULES = ("ops", "functional", "module", "hf", "context_parallel")
 
 __all__ = [
+    "MSAttention",
     "build_info",
     "devices",
     "document_offsets",
@@ -51,10 +53,12 @@ def __getattr__(name: str) -> Any:
         functional = importlib.import_module(".functional", __name__)
         globals().update({each: getattr(functional, each) for each in _FUNCTIONS})
         return globals()[name]
+    if name == "MSAttention":
+        return importlib.import_module(".module", __name__).MSAttention
     if name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_FUNCTIONS, *_MODULES])
+    return sorted({*globals(), *__all__, *_MODULES})

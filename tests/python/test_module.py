@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashmsa.module import MSAttention, apply_rotary, document_positions, rotary_angles
+from flashmsa import MSAttention
+from flashmsa.module import apply_rotary, document_positions, rotary_angles
 
 HIDDEN, BLOCK, TOP_K = 96, 64, 2
 
