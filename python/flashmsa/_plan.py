@@ -156,7 +156,8 @@ class Plan:
         shell = self._shells.get(result)
         if shell is None:
             shape, dtype = self._shape(result)
-            shell = torch.empty((), dtype=dtype, device=self.geometry.device).expand(shape)
+            # What is made after an expanded shell is contiguous, unless it is empty.
+            shell = torch.empty(shape if 0 in shape else (), dtype=dtype, device=self.geometry.device).expand(shape)
             self._shells[result] = shell
         return torch.empty_like(shell)
 

@@ -276,24 +276,19 @@ def _attend_by_operators(
     q_shape = q.shape
     if batched:
         q_proxy, k_proxy, q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_proxy, k_proxy, q, k, v))
-    schedule = None
-    if not o.dense:
-        if block_indices is None:
-            block_indices = ops.select(
-                q_proxy.detach(),
-                k_proxy.detach(),
-                cu_seqlens_q,
-                cu_seqlens_k,
-                o.top_k,
-                o.block_size,
-                o.local_blocks,
-                o.init_blocks,
-                o.proxy_scale,
-                o.max_seqlen_k,
-                bool(o.flags & _library.FLAG_SELECT_FP8),
-            )
-        schedule = ops.schedule(
-            block_indices, q.detach(), k.detach(), cu_seqlens_q, cu_seqlens_k, o.block_size, o.max_seqlen_k
+    if o.top_k != 0 and block_indices is None:
+        block_indices = ops.select(
+            q_proxy.detach(),
+            k_proxy.detach(),
+            cu_seqlens_q,
+            cu_seqlens_k,
+            o.top_k,
+            o.block_size,
+            o.local_blocks,
+            o.init_blocks,
+            o.proxy_scale,
+            o.max_seqlen_k,
+            bool(o.flags & _library.FLAG_SELECT_FP8),
         )
     out, kl, lse = ops.attention(
         q_proxy,
@@ -301,7 +296,7 @@ def _attend_by_operators(
         q,
         k,
         v,
-        schedule,
+        None,
         cu_seqlens_q,
         cu_seqlens_k,
         o.top_k,
@@ -312,6 +307,7 @@ def _attend_by_operators(
         o.kl_count,
         bool(o.flags & _library.FLAG_DETERMINISTIC),
         kl_value,
+        block_indices,
     )
     if kl_metric is not None:
         kl_metric.copy_(kl.detach())

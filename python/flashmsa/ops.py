@@ -8,6 +8,9 @@ blocks; 0 means dense attention over every visible key, which has no selection a
 
 Errors: TypeError for dtypes, ValueError for shapes and values, RuntimeError for devices and CUDA.
 
+A schedule is made once and read by all that follow it. What traces a program cannot know how long it will be, so
+`attention` and the gradients also take block_indices in its place, and each then makes a schedule of its own.
+
 `attention` and `forward` have gradients. The others are for frameworks that place each step themselves:
 
     >>> import torch, flashmsa
@@ -73,6 +76,21 @@ def _flags(deterministic: bool = False, fp32_kv_grads: bool = False, fp8: bool =
 def _real(x: Tensor) -> torch.dtype:
     """The type of lse and kl."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _schedule_for(
+    schedule: Tensor | None,
+    block_indices: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    options: Options,
+) -> Tensor | None:
+    """The schedule that was given, or one made for this call alone."""
+    if schedule is not None or block_indices is None:
+        return schedule
+    return _kernels.schedule(block_indices, q, k, cu_seqlens_q, cu_seqlens_k, options)
 
 
 # ---- Selection ----------------------------------------------------------------------------------------------------
@@ -174,8 +192,8 @@ def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 @_operator(
     "(Tensor q_proxy, Tensor k_proxy, Tensor q, Tensor k, Tensor v, Tensor? schedule, Tensor cu_seqlens_q, "
     "Tensor cu_seqlens_k, SymInt top_k, SymInt block_size=128, float softmax_scale=0.0, float proxy_scale=0.0, "
-    "SymInt max_seqlen_k=0, SymInt kl_count=0, bool deterministic=False, bool kl_value=True) "
-    "-> (Tensor, Tensor, Tensor)"
+    "SymInt max_seqlen_k=0, SymInt kl_count=0, bool deterministic=False, bool kl_value=True, "
+    "Tensor? block_indices=None) -> (Tensor, Tensor, Tensor)"
 )
 def attention(
     q_proxy: Tensor,
@@ -194,6 +212,7 @@ def attention(
     kl_count: int = 0,
     deterministic: bool = False,
     kl_value: bool = True,
+    block_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out [Tq, Hq, D], kl [] and lse [Hq, Tq]. Gradients flow to q, k and v from out, and to the proxies from kl.
     Without `kl_value`, kl is 0 and only carries the gradient: that saves a pass over the selected blocks."""
@@ -201,7 +220,7 @@ def attention(
         top_k, block_size, 1, 0, softmax_scale, proxy_scale, max_seqlen_k, kl_count, _flags(deterministic)
     )
     plan, result = _kernels.attention(
-        q_proxy, k_proxy, q, k, v, None, schedule, cu_seqlens_q, cu_seqlens_k, options, kl_value
+        q_proxy, k_proxy, q, k, v, block_indices, schedule, cu_seqlens_q, cu_seqlens_k, options, kl_value
     )
     kl = result.kl if result.kl is not None else torch.zeros((), dtype=plan.real, device=q.device)
     return result.out, kl, result.lse
@@ -220,7 +239,7 @@ def _(q_proxy: Tensor, k_proxy: Tensor, q: Tensor, *_: Any) -> tuple[Tensor, Ten
     "(Tensor q_proxy, Tensor k_proxy, Tensor q, Tensor k, Tensor lse, Tensor? schedule, Tensor? grad_kl, "
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt top_k, SymInt block_size=128, float softmax_scale=0.0, "
     "float proxy_scale=0.0, SymInt max_seqlen_k=0, SymInt kl_count=0, bool deterministic=False, "
-    "bool fp32_kv_grads=False, bool gradients=True) -> (Tensor, Tensor, Tensor)"
+    "bool fp32_kv_grads=False, bool gradients=True, Tensor? block_indices=None) -> (Tensor, Tensor, Tensor)"
 )
 def proxy_loss(
     q_proxy: Tensor,
@@ -241,6 +260,7 @@ def proxy_loss(
     deterministic: bool = False,
     fp32_kv_grads: bool = False,
     gradients: bool = True,
+    block_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """kl [], dq_proxy [Tq, Hp, Dp] and dk_proxy [Tk, Hpk, Dp]: value and gradients at once, so that the proxies need
     not be kept for a backward pass. grad_kl is dL/dKL, one value on the device; None is 1. Without `gradients` the two
@@ -248,6 +268,7 @@ def proxy_loss(
     flags = _flags(deterministic, fp32_kv_grads)
     options = Options(top_k, block_size, 1, 0, softmax_scale, proxy_scale, max_seqlen_k, kl_count, flags)
     plan = plan_of(q_proxy, k_proxy, q, k, None, cu_seqlens_q, cu_seqlens_k, options)
+    schedule = _schedule_for(schedule, block_indices, q, k, cu_seqlens_q, cu_seqlens_k, options)
     wanted = Wanted(q_proxy=gradients, k_proxy=gradients)
     result = _kernels.gradients(
         plan,
@@ -293,6 +314,7 @@ def _(
     deterministic: bool = False,
     fp32_kv_grads: bool = False,
     gradients: bool = True,
+    block_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     kv_grad = torch.float32 if fp32_kv_grads else k_proxy.dtype
     kl = q.new_empty((), dtype=_real(q))
@@ -304,7 +326,8 @@ def _(
 @_operator(
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? schedule, Tensor cu_seqlens_q, "
     "Tensor cu_seqlens_k, SymInt proxy_heads, SymInt top_k, SymInt block_size=128, float softmax_scale=0.0, "
-    "SymInt max_seqlen_k=0, bool deterministic=False, bool fp32_kv_grads=False) -> (Tensor, Tensor, Tensor)"
+    "SymInt max_seqlen_k=0, bool deterministic=False, bool fp32_kv_grads=False, Tensor? block_indices=None) "
+    "-> (Tensor, Tensor, Tensor)"
 )
 def backward(
     dout: Tensor,
@@ -323,11 +346,13 @@ def backward(
     max_seqlen_k: int = 0,
     deterministic: bool = False,
     fp32_kv_grads: bool = False,
+    block_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq [Tq, Hq, D], dk and dv [Tk, Hkv, D]; the latter two in fp32 with `fp32_kv_grads`."""
     flags = _flags(deterministic, fp32_kv_grads)
     options = Options(top_k, block_size, softmax_scale=softmax_scale, max_seqlen_k=max_seqlen_k, flags=flags)
     plan = plan_of(None, None, q, k, v, cu_seqlens_q, cu_seqlens_k, options, proxy_heads)
+    schedule = _schedule_for(schedule, block_indices, q, k, cu_seqlens_q, cu_seqlens_k, options)
     dout = _kernels.readable_gradient(dout, q)
     result = _kernels.gradients(
         plan, None, None, q, k, v, out, lse, schedule, cu_seqlens_q, cu_seqlens_k, dout, None, Wanted(), False, False
@@ -353,6 +378,7 @@ def _(
     max_seqlen_k: int = 0,
     deterministic: bool = False,
     fp32_kv_grads: bool = False,
+    block_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = torch.float32 if fp32_kv_grads else k.dtype
     return q.new_empty(q.shape), k.new_empty(k.shape, dtype=dtype), v.new_empty(v.shape, dtype=dtype)
@@ -362,7 +388,8 @@ def _(
     "(Tensor dout, Tensor? grad_kl, Tensor q_proxy, Tensor k_proxy, Tensor q, Tensor k, Tensor v, Tensor out, "
     "Tensor lse, Tensor? schedule, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt top_k, SymInt block_size=128, "
     "float softmax_scale=0.0, float proxy_scale=0.0, SymInt max_seqlen_k=0, SymInt kl_count=0, "
-    "bool deterministic=False, bool fp32_kv_grads=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "bool deterministic=False, bool fp32_kv_grads=False, Tensor? block_indices=None) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 def backward_with_proxy(
     dout: Tensor,
@@ -385,12 +412,14 @@ def backward_with_proxy(
     kl_count: int = 0,
     deterministic: bool = False,
     fp32_kv_grads: bool = False,
+    block_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dq_proxy, dk_proxy and kl: `backward` and `proxy_loss` at once. The gradients of keys and values are
     fp32 with `fp32_kv_grads`."""
     flags = _flags(deterministic, fp32_kv_grads)
     options = Options(top_k, block_size, 1, 0, softmax_scale, proxy_scale, max_seqlen_k, kl_count, flags)
     plan = plan_of(q_proxy, k_proxy, q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+    schedule = _schedule_for(schedule, block_indices, q, k, cu_seqlens_q, cu_seqlens_k, options)
     dout = _kernels.readable_gradient(dout, q)
     result = _kernels.gradients(
         plan,
@@ -435,6 +464,7 @@ def _(
     kl_count: int = 0,
     deterministic: bool = False,
     fp32_kv_grads: bool = False,
+    block_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     dtype = torch.float32 if fp32_kv_grads else k.dtype
     return (
@@ -464,9 +494,9 @@ def _backward_of_forward(ctx: Any, dout: Tensor, _grad_lse: Tensor | None) -> tu
 
 
 def _setup_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q_proxy, k_proxy, q, k, v, schedule, cu_seqlens_q, cu_seqlens_k, *choices = inputs
+    q_proxy, k_proxy, q, k, v, schedule, cu_seqlens_q, cu_seqlens_k, *choices, block_indices = inputs
     out, _, lse = output
-    ctx.save_for_backward(q_proxy, k_proxy, q, k, v, out, lse, schedule, cu_seqlens_q, cu_seqlens_k)
+    ctx.save_for_backward(q_proxy, k_proxy, q, k, v, out, lse, schedule, cu_seqlens_q, cu_seqlens_k, block_indices)
     ctx.choices = choices
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(lse)
@@ -475,7 +505,7 @@ def _setup_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Te
 def _backward_of_attention(
     ctx: Any, dout: Tensor | None, grad_kl: Tensor | None, _grad_lse: Tensor | None
 ) -> tuple[Any, ...]:
-    q_proxy, k_proxy, q, k, v, out, lse, schedule, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+    q_proxy, k_proxy, q, k, v, out, lse, schedule, cu_seqlens_q, cu_seqlens_k, block_indices = ctx.saved_tensors
     cu = (cu_seqlens_q, cu_seqlens_k)
     top_k, block_size, softmax_scale, proxy_scale, max_seqlen_k, kl_count, deterministic, _ = ctx.choices
     wants_main = any(ctx.needs_input_grad[2:5])
@@ -484,16 +514,16 @@ def _backward_of_attention(
     dq_proxy = dk_proxy = dq = dk = dv = None
     if dout is not None and wants_main and proxy:
         dq, dk, dv, dq_proxy, dk_proxy, _ = backward_with_proxy(
-            dout, grad_kl, q_proxy, k_proxy, q, k, v, out, lse, schedule, *cu, *shared
+            dout, grad_kl, q_proxy, k_proxy, q, k, v, out, lse, schedule, *cu, *shared, False, block_indices
         )
     elif dout is not None and wants_main:
-        heads = q_proxy.shape[1]
-        dq, dk, dv = backward(
-            dout, q, k, v, out, lse, schedule, *cu, heads, top_k, block_size, softmax_scale, max_seqlen_k, deterministic
-        )
+        main = (q_proxy.shape[1], top_k, block_size, softmax_scale, max_seqlen_k, deterministic)
+        dq, dk, dv = backward(dout, q, k, v, out, lse, schedule, *cu, *main, False, block_indices)
     elif proxy:
-        _, dq_proxy, dk_proxy = proxy_loss(q_proxy, k_proxy, q, k, lse, schedule, grad_kl, *cu, *shared)
-    return (dq_proxy, dk_proxy, dq, dk, dv, None, None, None, *([None] * len(ctx.choices)))
+        _, dq_proxy, dk_proxy = proxy_loss(
+            q_proxy, k_proxy, q, k, lse, schedule, grad_kl, *cu, *shared, False, True, block_indices
+        )
+    return (dq_proxy, dk_proxy, dq, dk, dv, None, None, None, *([None] * len(ctx.choices)), None)
 
 
 torch.library.register_autograd(f"{NAMESPACE}::forward", _backward_of_forward, setup_context=_setup_forward)

@@ -84,7 +84,7 @@ def gradients(layer: Layer, hidden: Tensor, target: Tensor, written_out: bool) -
     layer.written_out = written_out
     layer.zero_grad()
     out, kl = layer(hidden)
-    (nn.functional.mse_loss(out, target) + kl).backward()
+    (nn.functional.mse_loss(out.float(), target.float()) + kl).backward()
     return {"out": out.detach(), "kl": kl.detach()} | {n: p.grad for n, p in layer.named_parameters()}
 
 
@@ -105,7 +105,7 @@ def train(layer: Layer, hidden: Tensor, target: Tensor, steps: int) -> list[floa
     for _ in range(steps):
         expected = gradients(layer, hidden, target, written_out=True)
         mine = gradients(layer, hidden, target, written_out=False)
-        losses.append((nn.functional.mse_loss(mine["out"], target) + mine["kl"]).item())
+        losses.append((nn.functional.mse_loss(mine["out"].float(), target.float()) + mine["kl"]).item())
         assert_agree(mine, expected)
         optimizer.step()
     return losses

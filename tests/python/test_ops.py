@@ -45,6 +45,23 @@ def samples(device: str, view=lambda x: x, dense: bool = False):
     return calls
 
 
+def by_indices(calls):
+    """The same calls with the selection in the schedule's place, which each operator then turns into its own."""
+    indices = calls["schedule"][0]
+    tail = {
+        "attention": (0.0, 0.0, 0, 0, False, True, indices),
+        "proxy_loss": (0.0, 0.0, 0, 0, False, False, True, indices),
+        "backward": (0.0, 0, False, False, indices),
+        "backward_with_proxy": (0.0, 0.0, 0, 0, False, False, indices),
+    }
+    is_schedule = [isinstance(a, torch.Tensor) and a.dtype == torch.uint8 for name in tail for a in calls[name]]
+    assert sum(is_schedule) == len(tail)
+    return {
+        name: (*[None if isinstance(a, torch.Tensor) and a.dtype == torch.uint8 else a for a in calls[name]], *more)
+        for name, more in tail.items()
+    }
+
+
 NAMES = ["select", "schedule", "forward", "attention", "proxy_loss", "backward", "backward_with_proxy"]
 
 
@@ -57,6 +74,15 @@ def test_opcheck(device, name, view):
 @pytest.mark.parametrize("name", NAMES[2:])
 def test_opcheck_dense(device, name):
     torch.library.opcheck(getattr(OPS, name).default, samples(device, dense=True)[name])
+
+
+@pytest.mark.parametrize("name", NAMES[3:])
+def test_indices_in_the_place_of_a_schedule(device, name):
+    calls = samples(device)
+    operator, arguments = getattr(OPS, name).default, by_indices(calls)[name]
+    torch.library.opcheck(operator, arguments)
+    for mine, theirs in zip(operator(*arguments), operator(*calls[name]), strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 def assert_compiles(step, device: str, lengths: list[list[int]]) -> None:
