@@ -235,6 +235,10 @@ class ProxyLoss:
             model.register_forward_hook(self._finish, with_kwargs=True, always_call=True),
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies of the model: they have no last pass, and a tensor with a graph cannot be copied."""
+        return {**self.__dict__, "layers": {}}
+
     @property
     def loss(self) -> Tensor:
         """``weight`` times the sum of ``layers``: a 0-dim fp32 tensor with a graph, for a training loop of your own.

@@ -490,6 +490,19 @@ def test_proxy_loss_is_for_training() -> None:
         flashmsa.hf.enable_proxy_loss(model)
 
 
+def test_proxy_loss_of_a_copied_model_is_its_own() -> None:
+    model = twin(make_model())
+    proxy = flashmsa.hf.enable_proxy_loss(model)
+    ids = tokens(1, 100)
+    model(ids, labels=ids)
+    other, layers = copy.deepcopy(model), dict(proxy.layers)
+    assert any("indexer" in name for name in step(other, ids))
+    assert all(proxy.layers[i] is kl for i, kl in layers.items())
+    proxy.disable()
+    assert any("indexer" in name for name in step(other, ids))
+    assert not any("indexer" in name for name in step(model, ids))
+
+
 def test_proxy_loss_refuses_reentrant_checkpointing() -> None:
     model = twin(make_model())
     flashmsa.hf.enable_proxy_loss(model)
