@@ -17,7 +17,8 @@
  * producer 72 / 56, warpgroups 1 and 2 168 / 176 (dk_proxy 64, S 32, dS 16, teacher 32), warpgroup 3 104. Shared memory
  * (Dp = 128): proxy keys 64 KB, stages of 64 rows 48 KB, dS 32 KB, tokens 24 KB, and teacher rows 51 KB or the main
  * heads' keys 64 KB. A teacher row takes 272 B there, so that four lanes with two tokens each meet different banks.
- * Floor: 6 * 128 * Dp FLOPs a (row, place): 1,536 clocks a tile at Dp = 128; 512 B of memory. */
+ * Floor: 6 * 128 * Dp FLOPs a (row, place): 1,536 clocks a tile at Dp = 128; 512 B of memory.
+ * Measured on an H200, 64/4/4/1 heads, 65,536 tokens, k 16, random selection, bf16: 1.12 ms, teacher given. */
 #include "sm90_proxy.cuh"
 
 namespace fmsa::proxy {

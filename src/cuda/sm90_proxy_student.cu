@@ -9,7 +9,8 @@
  * product of the third. Barriers: full[stage] from the producer's 128 copies and 64 token writers to the tile's
  * warpgroup, empty[stage] back from its 4 warps; key_full and key_empty the same for a share, with all 12 warps.
  * Registers: 128 a thread; S takes 64. Shared memory (Dp = 128): keys 64 KB, stages 128 KB, tokens 24 KB.
- * Floor: 2 * 128 * Dp FLOPs and 128 exponentials a (row, place): both 1,024 clocks for 128 of them at Dp = 128. */
+ * Floor: 2 * 128 * Dp FLOPs and 128 exponentials a (row, place): both 1,024 clocks for 128 of them at Dp = 128.
+ * Measured on an H200, 64/4/4/1 heads, 65,536 tokens, k 16, random selection, bf16: 0.39 ms, floor 0.15. */
 #include "sm90_proxy.cuh"
 
 namespace fmsa::proxy {

@@ -1,5 +1,5 @@
-"""The Hopper proxy loss: 16-bit types and blocks of 128, over heads, dimensions, fragments, chunks and groups; alone, and
-from the teacher that the Hopper backward leaves."""
+"""The Hopper proxy loss: 16-bit types and blocks of 128, over heads, dimensions, fragments, chunks and groups; alone,
+and from the teacher that the Hopper backward leaves."""
 
 import pytest
 import torch
