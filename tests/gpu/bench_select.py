@@ -19,7 +19,7 @@ LENGTHS = {"8k": 8192, "16k": 16384, "32k": 32768, "64k": 65536, "256k": 262144}
 TRAINED_TOP_K, TRAINED_SECONDS = 4, 30
 TRAINED = {
     "--context": 2048, "--block": 128, "--top-k": TRAINED_TOP_K, "--layers": 2, "--batch": 1, "--proxy-heads": 2,
-    "--proxy-head-dim": PROXY_DIM, "--threads": os.cpu_count(), "--seconds": TRAINED_SECONDS,
+    "--proxy-head-dim": PROXY_DIM, "--seconds": TRAINED_SECONDS,
 }  # fmt: skip
 
 
