@@ -3,10 +3,10 @@
  * Q of a tile lies in shared memory: 256 rows of 64 or 128 dimensions in panels of 64 (128-byte swizzle), 32 or 64 KB;
  * key blocks of 128 keys likewise, 16 or 32 KB in 8 or 4 stages. Products m64n128k16.
  *
- * Floor: 2 Dp flops a visible (row, key) pair, less those of the blocks that are kept anyway; one launch and those of
+ * Floor: 2 Dp flops a visible (row, key) pair, less those of the blocks that are kept anyway; one launch and that of
  * the geometry. Registers: 240 a consumer, 24 the producer, no spills. Measured on an H200, bf16, 4 proxy heads of 128
- * dimensions on one key head, k 16, by visible pairs: 0.079 ms at 8,192 tokens, 0.208 ms at 16,384, 2.86 ms at 65,536
- * (768 TFLOP/s; cuBLAS 8192^3 in the same run 688), 11.7 ms at 131,072. */
+ * dimensions on one key head, k 16, by visible pairs: 0.065 ms at 8,192 tokens, 0.19 ms at 16,384, 2.93 ms at 65,536
+ * (751 TFLOP/s; cuBLAS 8192^3 in the same run 686), 46.1 ms at 262,144. */
 #include "select.h"
 #include "sm90.h"
 #include "sm90_select.cuh"
