@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import pathlib
+import sys
 from typing import NoReturn
 
 OK, ARGUMENT, UNSUPPORTED, WORKSPACE, DEVICE, CUDA = range(6)
@@ -92,7 +93,10 @@ def library_path() -> pathlib.Path:
     named = os.environ.get("FLASHMSA_LIBRARY")
     if named:
         return pathlib.Path(named)
-    return pathlib.Path(__file__).resolve().parent / "lib" / "libflashmsa.so"
+    # An editable installation has the Python files in one folder and the library in another.
+    folders = [pathlib.Path(folder) for folder in sys.modules[__package__].__path__]
+    paths = [folder / "lib" / "libflashmsa.so" for folder in folders]
+    return next((path for path in paths if path.exists()), paths[-1])
 
 
 def _load() -> ctypes.CDLL:
