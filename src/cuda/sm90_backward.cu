@@ -10,12 +10,12 @@
 namespace fmsa {
 namespace backward {
 
-/* fp16 sums of this many terms still round dQ less than its own rounding to bf16 does. In fp16 they would not. */
-constexpr int most_half_terms = 32;
+/* Terms of a row in dense mode, at most, for which fp16 sums do not take too much memory. */
+constexpr int most_dense_terms = 8;
 
 struct plan {
     bool with_teacher;
-    bool half_sums;
+    bool half_sums, dq_alone;
     int32_t dq_terms;
     int32_t planes; /* of the teacher */
     int64_t rows;   /* of a chunk */
@@ -104,6 +104,21 @@ static scratch take_scratch(const fmsa_problem *problem, const plan &plan, void 
     return s;
 }
 
+/* How dQ is summed. Terms of one block may be fp16 whatever the type, since that rounds them only once. */
+static void plan_dq(const fmsa_problem *problem, plan *p) {
+    const bool bf16 = problem->config.dtype == FMSA_DTYPE_BF16;
+    p->dq_terms = 1;
+    if (is_dense(problem)) {
+        const int64_t terms = fmsa_ceil_div(problem->max_fragment_blocks, dq_term_blocks);
+        p->half_sums = bf16 && terms <= most_dense_terms && !in_order(problem);
+        if (p->half_sums && terms > 1) p->dq_terms = static_cast<int32_t>(terms);
+    } else {
+        p->dq_alone = in_order(problem) && problem->slots > 1;
+        if (p->dq_alone) p->dq_terms = problem->slots;
+        p->half_sums = p->dq_alone || (bf16 && problem->slots <= dq_term_blocks);
+    }
+}
+
 /* Gives the chunk as many rows as fit, whole segments of the schedule if one fits, so that chunks cut no more items
  * than they must; then in dense mode the groups as many key blocks as fit. */
 static fmsa_status make_plan(const fmsa_problem *problem, bool with_teacher, plan *made) {
@@ -113,9 +128,7 @@ static fmsa_status make_plan(const fmsa_problem *problem, bool with_teacher, pla
     const bool grouped = is_dense(problem) && with_teacher;
     plan p = {};
     p.with_teacher = with_teacher;
-    p.dq_terms = in_order(problem) && !is_dense(problem) && problem->slots > 1 ? problem->slots : 1;
-    p.half_sums =
-        !is_dense(problem) && problem->slots <= most_half_terms && (c->dtype == FMSA_DTYPE_BF16 || p.dq_terms > 1);
+    plan_dq(problem, &p);
     p.planes = problem->units / c->num_proxy_heads;
     const int32_t most_places = is_dense(problem) ? static_cast<int32_t>(problem->max_fragment_blocks) : problem->slots;
     p.places = grouped || most_places == 0 ? 1 : most_places;
@@ -243,6 +256,7 @@ static fmsa_status make_parameters(const fmsa_problem *problem, const fmsa_tenso
     p->rows = scratch.rows;
     p->dq = t->dq.data == nullptr ? nullptr : scratch.dq;
     p->dq_terms = plan.dq_terms;
+    p->dq_alone = plan.dq_alone;
     p->dq_turns = scratch.dq_turns;
     p->dk = t->dk.data == nullptr ? nullptr : scratch.dk;
     p->dv = t->dv.data == nullptr ? nullptr : scratch.dv;
@@ -314,7 +328,7 @@ static fmsa_status run_chunk(const pass &pass, const backward_parameters &p, int
     const int64_t blocks = pass.found.dense && problem->max_fragment_blocks > 0 ? problem->max_fragment_blocks : 1;
     const dense_group first = make_group(problem, pass.plan, row_begin, 0);
     const size_t rows = first.row_end - first.row_begin;
-    if (p.dq != nullptr && p.dq_terms == 1) {
+    if (p.dq != nullptr && !p.dq_alone) {
         FMSA_TRY(clear(p.dq, rows * dq_row_bytes(problem, pass.plan), pass.stream));
         FMSA_TRY(clear(p.dq_turns, rows * dq_turns_row_bytes(problem), pass.stream));
     }
@@ -323,9 +337,16 @@ static fmsa_status run_chunk(const pass &pass, const backward_parameters &p, int
         FMSA_TRY(run_group(pass, p, group));
     }
     if (p.dq == nullptr) return FMSA_OK;
-    const int32_t *counts = p.dq_terms == 1 ? nullptr : pass.found.schedule.row_count;
-    return round_dq(problem, pass.tensors->dq, p.dq, pass.plan.half_sums, p.dq_terms, counts,
-                    pass.scratch.rows.dq_scale, first.row_begin, first.row_end, pass.stream);
+    dq_sums sums = {};
+    sums.sums = p.dq;
+    sums.half_sums = pass.plan.half_sums;
+    sums.terms = p.dq_terms;
+    if (p.dq_alone) sums.row_count = pass.found.schedule.row_count;
+    if (pass.found.dense) sums.row_position = pass.found.geometry.row_position;
+    sums.scale = pass.scratch.rows.dq_scale;
+    sums.row_begin = first.row_begin;
+    sums.row_end = first.row_end;
+    return round_dq(problem, pass.tensors->dq, sums, pass.stream);
 }
 
 static fmsa_status round_key_gradient(const fmsa_problem *problem, const float *sums, const fmsa_tensor &out,

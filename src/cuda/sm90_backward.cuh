@@ -31,6 +31,10 @@ struct row_values {
 template <int D, bool half_sums>
 constexpr int dq_piece_columns = half_sums ? D : 64;
 
+/* Sums of more blocks than this are cut into terms where they are fp16. Of random terms, fp16 sums of 64 err by 1.2e-3,
+ * which is less than the 1.7e-3 of dQ's own rounding to bf16; for dQ in fp16 it would be too much. */
+constexpr int dq_term_blocks = 64;
+
 /* A tensor of rows of 16-bit elements. */
 struct row_view {
     const void *data;
@@ -63,10 +67,12 @@ struct backward_parameters {
     float scale_log2;     /* softmax_scale * log2(e) */
     row_values rows;
 
-    void *dq;         /* NULL, or the sums */
-    int32_t dq_terms; /* 1: terms add up; else each slot has its own */
-    /* NULL: terms add up in any order. Or, for fp32 sums in dense mode, [rows of the chunk][units][4], 0 at first: at
-     * the first row of each tile one more than the number of the last block added. */
+    void *dq; /* NULL, or the sums */
+    /* Of a row: 1; or one for each slot; or in dense mode one for each dq_term_blocks neighbouring blocks. */
+    int32_t dq_terms;
+    bool dq_alone; /* each block has a term of its own, which is written; else blocks add up */
+    /* NULL: in any order. Or, for fp32 sums in dense mode, [rows of the chunk][units][4], 0 at first: at the first row
+     * of each tile one more than the number of the last block added. */
     int32_t *dq_turns;
 
     float *dk, *dv;     /* NULL, or fp32 sums [Tk][key_sum_heads][D] as work.cuh has them */

@@ -779,18 +779,19 @@ struct dq_warpgroup {
         const int32_t row = begins ? tokens.row[token] : a.total_q;
         if (row == a.total_q) return -1;
         int32_t target = (row - a.row_begin) * a.dq_terms;
-        if (a.dq_terms > 1) target += tokens.place[token];
+        if (a.dq_terms > 1)
+            target += a.edge_slot == nullptr ? tokens.item.block_number / dq_term_blocks : tokens.place[token];
         return target;
     }
 
-    /* Sends the rows of one token. Slots of their own are written, not added: nothing else writes there. */
+    /* Sends the rows of one token. A term of one block is written, not added: nothing else writes there. */
     __device__ __forceinline__ void send(int32_t target, int32_t first_head, int piece) {
         const int32_t head = head_of(16 * warp() + lane());
         const uint32_t bytes = min(a.unit_heads - head, 16 - lane()) * layout::piece_bytes;
         const int64_t before = (int64_t(target) * a.heads + first_head) * pieces + piece * a.unit_heads + head;
         char *to = static_cast<char *>(a.dq) + before * layout::piece_bytes;
         const uint32_t from = staging + lane() * layout::piece_bytes;
-        if (a.dq_terms > 1) {
+        if (a.dq_alone) {
             bulk_store(to, from, bytes);
         } else if constexpr (half_sums) {
             bulk_reduce_add(reinterpret_cast<__half *>(to), from, bytes);

@@ -214,15 +214,21 @@ __global__ void __launch_bounds__(part_threads) list_dense_kernel(const __grid_c
 /* ---- Rounding of dQ. ---- */
 
 struct dq_parameters {
-    const char *sums;
-    const int32_t *row_count; /* NULL: one term */
-    const float *scale;       /* [all rows][heads], fp16 sums */
-    int64_t row_begin, rows, total_rows;
+    dq_sums s;
+    int64_t total_rows;
     int32_t block_rows; /* of a thread block */
-    int32_t heads, unit_heads, heads_per_proxy_head, terms;
+    int32_t heads, unit_heads, heads_per_proxy_head;
     float factor;
     fmsa_tensor out;
 };
+
+/* Terms of a row's head. */
+__device__ __forceinline__ int32_t terms_of(const dq_parameters &a, int64_t row, uint32_t head) {
+    if (a.s.row_count != nullptr) return a.s.row_count[head / a.heads_per_proxy_head * a.total_rows + row];
+    if (a.s.row_position == nullptr) return a.s.terms;
+    const int32_t position = a.s.row_position[row];
+    return position < 0 ? 0 : position / (backward_keys * dq_term_blocks) + 1;
+}
 
 /* Four lanes hold four words each, lane t those of columns 2 * t and 2 * t + 1 of each eighth; then lane t has all of
  * eighth number t. */
@@ -259,7 +265,7 @@ __global__ void __launch_bounds__(part_threads) round_dq_kernel(const __grid_con
     for (uint32_t start = 0; start < a.block_rows * row_chunks; start += part_threads) {
         const uint32_t i = start + threadIdx.x;
         const int64_t chunk_row = int64_t(blockIdx.x) * a.block_rows + i / row_chunks;
-        const bool there = i < a.block_rows * row_chunks && chunk_row < a.rows;
+        const bool there = i < a.block_rows * row_chunks && a.s.row_begin + chunk_row < a.s.row_end;
         /* [unit][piece][head of the unit][group][4] */
         const uint32_t in_row = i % row_chunks, group = in_row / 4 % piece_groups;
         const uint32_t piece_and_head = in_row % unit_chunks / (4 * piece_groups);
@@ -267,10 +273,9 @@ __global__ void __launch_bounds__(part_threads) round_dq_kernel(const __grid_con
         /* In rows of odd heads groups have changed places in pairs. */
         const uint32_t column = piece_and_head / a.unit_heads % pieces * piece_columns +
                                 (group ^ head % 2) * 4 * columns + threadIdx.x % 4 * columns;
-        const int64_t row = a.row_begin + chunk_row;
-        int terms = there ? a.terms : 0;
-        if (there && a.row_count != nullptr) terms = a.row_count[head / a.heads_per_proxy_head * a.total_rows + row];
-        const char *first = a.sums + chunk_row * a.terms * term_bytes + in_row * 16;
+        const int64_t row = a.s.row_begin + chunk_row;
+        const int32_t terms = there ? terms_of(a, row, head) : 0;
+        const char *first = static_cast<const char *>(a.s.sums) + chunk_row * a.s.terms * term_bytes + in_row * 16;
         float sum[columns] = {};
 #pragma unroll 4
         for (int t = 0; t < terms; t++) {
@@ -288,7 +293,7 @@ __global__ void __launch_bounds__(part_threads) round_dq_kernel(const __grid_con
             }
         }
         float factor = a.factor;
-        if constexpr (half_sums) factor /= there ? a.scale[row * a.heads + head] : 1;
+        if constexpr (half_sums) factor /= there ? a.s.scale[row * a.heads + head] : 1;
         uint32_t words[columns / 2];
 #pragma unroll
         for (int j = 0; j < columns / 2; j++)
@@ -389,29 +394,22 @@ fmsa_status list_dense_items(const fmsa_problem *problem, const fmsa_cuda_geomet
     return status != FMSA_OK ? status : launch("dense list", list_dense_kernel, grid, part_threads, 0, stream, p);
 }
 
-fmsa_status round_dq(const fmsa_problem *problem, const fmsa_tensor &dq, const void *sums, bool half_sums,
-                     int32_t terms, const int32_t *row_count, const float *dq_scale, int64_t row_begin, int64_t row_end,
-                     cudaStream_t stream) {
+fmsa_status round_dq(const fmsa_problem *problem, const fmsa_tensor &dq, const dq_sums &sums, cudaStream_t stream) {
     const fmsa_config *c = &problem->config;
     dq_parameters p = {};
-    p.sums = static_cast<const char *>(sums);
-    p.row_count = row_count;
-    p.scale = dq_scale;
-    p.row_begin = row_begin;
-    p.rows = row_end - row_begin;
+    p.s = sums;
     p.total_rows = c->total_q;
     p.heads = c->num_heads;
     p.unit_heads = problem->unit_heads;
     p.heads_per_proxy_head = problem->heads_per_proxy_head;
-    p.terms = terms;
     p.factor = static_cast<float>(c->softmax_scale);
     p.out = dq;
     return with_half_type_and_dim(c, [&](auto type, auto dim) {
         typedef decltype(type) T;
         constexpr int D = decltype(dim)::value;
-        p.block_rows = rows_of_block(c->num_heads * (D / (half_sums ? 8 : 4)));
-        const unsigned grid = fmsa_cuda_grid(p.rows, p.block_rows);
-        const auto kernel = half_sums ? round_dq_kernel<T, D, true> : round_dq_kernel<T, D, false>;
+        p.block_rows = rows_of_block(c->num_heads * (D / (sums.half_sums ? 8 : 4)));
+        const unsigned grid = fmsa_cuda_grid(sums.row_end - sums.row_begin, p.block_rows);
+        const auto kernel = sums.half_sums ? round_dq_kernel<T, D, true> : round_dq_kernel<T, D, false>;
         return launch("dq", kernel, grid, part_threads, 0, stream, p);
     });
 }

@@ -38,10 +38,17 @@ inline int64_t dense_pieces(const dense_group &group) {
     return fmsa_ceil_div(group.row_end - group.row_begin, group.piece_rows);
 }
 
-/* dQ of the rows row_begin ... row_end - 1 from its sums. row_count: NULL, or used slots of (proxy head, row). */
-fmsa_status round_dq(const fmsa_problem *problem, const fmsa_tensor &dq, const void *sums, bool half_sums,
-                     int32_t terms, const int32_t *row_count, const float *dq_scale, int64_t row_begin, int64_t row_end,
-                     cudaStream_t stream);
+/* dQ's sums of the rows of a chunk. */
+struct dq_sums {
+    const void *sums;
+    bool half_sums;
+    int32_t terms;               /* of a row, at most; see backward_parameters */
+    const int32_t *row_count;    /* NULL, or how many (proxy head, row) has */
+    const int32_t *row_position; /* NULL, or the position that says how many a row has in dense mode */
+    const float *scale;          /* fp16: dq_scale of all rows */
+    int64_t row_begin, row_end;
+};
+fmsa_status round_dq(const fmsa_problem *problem, const fmsa_tensor &dq, const dq_sums &sums, cudaStream_t stream);
 
 } // namespace fmsa
 
