@@ -1,13 +1,14 @@
 """What a call of the Python package costs the host: forward and backward with the KL loss on tensors so small that the
-card hardly works. Needs the package on PYTHONPATH (or installed) and a card; FLASHMSA_LIBRARY names the library.
+card hardly works. FLASHMSA_LIBRARY names the library.
 
-`measure()` returns figures for results/<card>.json. Run as a program, this prints them beside what PyTorch's own
-machinery costs with the same tensors, and where the time goes."""
+`measure` adds figures for results/<card>.json. Run as a program, this prints them beside what PyTorch's own machinery
+costs with the same tensors."""
 
 import contextlib
 import statistics
 import time
 
+import fmsa  # noqa: F401  (puts the package on the path)
 import torch
 
 import flashmsa
@@ -132,8 +133,8 @@ def empty_operators(tensors, dout, grad_kl):
     return step
 
 
-def measure():
-    """name -> (value, unit, how)."""
+def measure(figures):
+    """Adds name -> (value, unit, how)."""
     steps = Steps()
     empty = empty_function(steps.packed, steps.dout, steps.grad_kl)
     doors = [steps.varlen, steps.drop_in, empty]
@@ -141,7 +142,7 @@ def measure():
     with without_library():
         python, python_drop_in = host_us(steps.varlen, steps.drop_in)
     what = f"{'/'.join(map(str, HEADS))} heads, {TOKENS} tokens, bf16: forward and backward with KL, kl_value=False"
-    return {
+    figures |= {
         "python.overhead.us": (python, "us", f"host time of flash_msa_varlen_func, C library left out; {what}"),
         "python.overhead.drop_in.us": (python_drop_in, "us", f"the same of flash_msa_func; {what}"),
         "python.step.us": (varlen, "us", f"host time of flash_msa_varlen_func with all launches; {what}"),
@@ -151,7 +152,9 @@ def measure():
 
 
 def main():
-    for name, (value, unit, how) in measure().items():
+    figures = {}
+    measure(figures)
+    for name, (value, unit, how) in figures.items():
         print(f"{name:32} {value:8.1f} {unit}  {how}")
     steps = Steps()
     pair = empty_operators(steps.packed, steps.dout, steps.grad_kl)

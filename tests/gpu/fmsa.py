@@ -188,7 +188,7 @@ class Call:
         if self.p.device == "cuda":
             c.stream = torch.cuda.current_stream().cuda_stream
         data = workspace.bytes.data_ptr() if len(workspace.bytes) else None
-        check(RUN[operation](ctypes.byref(c), ctypes.byref(t), ctypes.c_void_p(data), ctypes.c_size_t(len(workspace.bytes))))
+        check(RUN[operation](ctypes.byref(c), ctypes.byref(t), data, len(workspace.bytes)))
 
     def run(self, operation, outputs):
         self.enqueue(operation, self.prepare(operation, outputs))
