@@ -4,7 +4,8 @@
 usage: read_ptxas.py LOG ALLOWED
 
 ALLOWED holds lines "architecture kernel-substring bytes reason ...": a kernel whose mangled name contains the substring
-may spill up to so many bytes (stores plus loads) on that architecture, or on any if it is *. Lines that begin with # are comments.
+may spill up to so many bytes (stores plus loads) on that architecture, or on any if it is *. Lines that begin with #
+are comments.
 """
 
 import re

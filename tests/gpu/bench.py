@@ -1,11 +1,21 @@
-"""Measures the library and the ceilings beside it in one run, and writes results/<card>.json."""
+"""Measures the library and the ceilings beside it, and writes results/<card>.json: for each part of the report its
+commit, date, card and driver, and its figures with their units and how they were taken."""
 
 import argparse
 import datetime
 import json
 import os
 import subprocess
+import time
 
+import bench_backward
+import bench_context_parallel
+import bench_forward
+import bench_million
+import bench_proxy
+import bench_python
+import bench_select
+import bench_step
 import torch
 from fmsa import BACKWARD, BACKWARD_WITH_PROXY, FORWARD, PORTABLE, ROOT, SCHEDULE, SELECT
 from measure import GEMM_FLOP, M3, SMALL, Steps, dense_tasks, gemm_task, measure
@@ -73,6 +83,26 @@ def bench_portable_64k(figures):
     figures["cudnn.backward.tflops.m3.16k"] = (2.5 * dense_flop / ms["dense backward"] / 1e9, tflops, how)
 
 
+def bench_portable(figures):
+    bench_portable_16k(figures)
+    torch.cuda.empty_cache()
+    bench_portable_64k(figures)
+
+
+PARTS = {
+    "ceilings": bench_ceilings,
+    "portable": bench_portable,
+    "select": bench_select.measure,
+    "forward": bench_forward.measure_forward,
+    "backward": bench_backward.measure_backward,
+    "proxy": bench_proxy.bench_proxy,
+    "step": bench_step.measure_steps,
+    "million": bench_million.measure_million,
+    "python": bench_python.measure,
+    "context_parallel": bench_context_parallel.measure_context_parallel,
+}
+
+
 def commit():
     if "FLASHMSA_COMMIT" in os.environ:
         return os.environ["FLASHMSA_COMMIT"]
@@ -80,34 +110,43 @@ def commit():
     return git.stdout.strip() or "unknown"
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    card = torch.cuda.get_device_name(0)
-    parser.add_argument("--out", default=str(ROOT / "results" / f"{card.split()[-1].lower()}.json"))
-    out = parser.parse_args().out
-    figures = {}
-    for bench in (bench_ceilings, bench_portable_16k, bench_portable_64k):
-        bench(figures)
-        torch.cuda.empty_cache()
+def environment():
+    """What a part's figures depend on beside the code."""
     driver = subprocess.run(
         ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
     )
-    report = {
+    return {
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "card": card,
+        "card": torch.cuda.get_device_name(0),
         "driver": driver.stdout.strip(),
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
-        "figures": {n: {"value": round(v, 4), "unit": unit, "how": how} for n, (v, unit, how) in figures.items()},
     }
-    os.makedirs(os.path.dirname(out), exist_ok=True)
-    with open(out, "w") as file:
-        json.dump(report, file, indent=2)
-        file.write("\n")
-    for name, (value, unit, _) in figures.items():
-        print(f"{name:44} {value:10.3f} {unit}")
-    print(f"{len(figures)} figures written to {out}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    card = torch.cuda.get_device_name(0).split()[-1].lower()
+    parser.add_argument("--out", default=str(ROOT / "results" / f"{card}.json"), help="the report")
+    parser.add_argument("--parts", default=",".join(PARTS), help="what to measure; other parts of the report stay")
+    options = parser.parse_args()
+    report = {}
+    if os.path.exists(options.out):
+        with open(options.out) as file:
+            report = json.load(file)
+    for part in options.parts.split(","):
+        figures, start = {}, time.monotonic()
+        PARTS[part](figures)
+        torch.cuda.empty_cache()
+        values = {n: {"value": round(v, 4), "unit": unit, "how": how} for n, (v, unit, how) in figures.items()}
+        report[part] = {**environment(), "figures": values}
+        with open(options.out, "w") as file:
+            json.dump({p: report[p] for p in PARTS if p in report}, file, indent=2)
+            file.write("\n")
+        print(f"{part}: {time.monotonic() - start:.0f} s")
+        for name, (value, unit, _) in figures.items():
+            print(f"  {name:44} {value:10.3f} {unit}", flush=True)
 
 
 if __name__ == "__main__":
