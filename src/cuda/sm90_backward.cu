@@ -342,7 +342,7 @@ static fmsa_status run_chunk(const pass &pass, const backward_parameters &p, int
     sums.half_sums = pass.plan.half_sums;
     sums.terms = p.dq_terms;
     if (p.dq_alone) sums.row_count = pass.found.schedule.row_count;
-    if (pass.found.dense) sums.row_position = pass.found.geometry.row_position;
+    if (pass.found.dense && p.dq_terms > 1) sums.row_position = pass.found.geometry.row_position;
     sums.scale = pass.scratch.rows.dq_scale;
     sums.row_begin = first.row_begin;
     sums.row_end = first.row_end;

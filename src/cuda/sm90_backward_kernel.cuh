@@ -265,8 +265,7 @@ struct main_warpgroup {
         }
     }
 
-    __device__ __forceinline__ void add(float *sums, const float (&d)[columns], const item_state &item, int64_t head,
-                                        float factor) {
+    __device__ __forceinline__ void add(float *sums, const float (&d)[columns], const item_state &item, int64_t head) {
         if (sums == nullptr) return;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -276,7 +275,7 @@ struct main_warpgroup {
 #pragma unroll
             for (int i = 0; i < D / 16; i++) {
                 const float *x = d + 8 * i + 2 * half;
-                reduce_add_4(to + 16 * i, x[0] * factor, x[1] * factor, x[4] * factor, x[5] * factor);
+                reduce_add_4(to + 16 * i, x[0], x[1], x[4], x[5]);
             }
         }
     }
@@ -294,8 +293,8 @@ struct main_warpgroup {
             named_barrier_sync(1 + group, warpgroup);
         }
         const int64_t head = a.sum_heads == a.units ? item.unit : item.unit / a.units_per_key_head;
-        add(a.dv, dv, item, head, 1);
-        add(a.dk, dk, item, head, 1);
+        add(a.dv, dv, item, head);
+        add(a.dk, dk, item, head);
         if (turn != nullptr) {
             __threadfence();
             named_barrier_sync(1 + group, warpgroup);
