@@ -256,7 +256,7 @@ def _attend(q_proxy: Tensor, k_proxy: Tensor, q: Tensor, k: Tensor, v: Tensor, c
         q_proxy, k_proxy, q, k, v = ops.cast_to(dtype, q_proxy, k_proxy, q, k, v)
     if torch.compiler.is_compiling() or _is_traced(q):
         return _attend_by_operators(q_proxy, k_proxy, q, k, v, call)
-    results: tuple[Tensor, ...] = AttentionFunction.apply(q_proxy, k_proxy, q, k, v, call)  # type: ignore[no-untyped-call]
+    results: tuple[Tensor, ...] = AttentionFunction.apply(q_proxy, k_proxy, q, k, v, call)
     return results
 
 

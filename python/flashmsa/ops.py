@@ -548,7 +548,7 @@ def cast_to(dtype: torch.dtype | None, *tensors: Any) -> list[Any]:
     return [x.to(dtype) if isinstance(x, Tensor) and x.dtype in low else x for x in tensors]
 
 
-_library_fragment = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+_library_fragment = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def _register_autocast(operator: Callable[..., Any], cast_arguments: int) -> None:
@@ -563,7 +563,7 @@ def _register_autocast(operator: Callable[..., Any], cast_arguments: int) -> Non
         return cast_and_call
 
     for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-        _library_fragment.impl(operator.__name__, rule(device_type), key)  # type: ignore[no-untyped-call]
+        _library_fragment.impl(operator.__name__, rule(device_type), key)
 
 
 for _op, _count in ((select, 2), (schedule, 3), (forward, 3), (attention, 5), (proxy_loss, 4)):

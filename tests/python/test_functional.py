@@ -83,9 +83,11 @@ def test_document_list_is_cu_seqlens(device):
     x = make_inputs([100, 28, 64, 64], device=device)
     batched = [t.detach().unflatten(0, (2, 128)).transpose(1, 2) for t in x.leaves()]
     ids = torch.tensor([[5] * 100 + [6] * 28, [6] * 64 + [5] * 64], device=device)
-    by_list, kl_by_list = flashmsa.flash_msa_func(*batched, 128, 0.125, ids, block_size=BLOCK)
-    by_cu, kl_by_cu = flashmsa.flash_msa_func(*batched, 128, 0.125, cu_seqlens=x.cu, block_size=BLOCK)
-    packed, kl = varlen(x, 2, return_kl=True)
+    by_list, kl_by_list = flashmsa.flash_msa_func(*batched, 128, 0.125, ids, block_size=BLOCK, deterministic=True)
+    by_cu, kl_by_cu = flashmsa.flash_msa_func(
+        *batched, 128, 0.125, cu_seqlens=x.cu, block_size=BLOCK, deterministic=True
+    )
+    packed, kl = varlen(x, 2, return_kl=True, deterministic=True)
     assert torch.equal(by_list, by_cu)
     assert torch.equal(by_list.view_as(packed), packed)
     assert torch.equal(kl_by_list, kl)
@@ -95,9 +97,9 @@ def test_document_list_is_cu_seqlens(device):
 def test_kl_metric_and_placeholder(device):
     """The KL value arrives where it was asked for: in kl_loss, in the metric, in the backward pass."""
     x = make_inputs([150, 90], device=device)
-    _, kl = varlen(x, 2, return_kl=True)
+    _, kl = varlen(x, 2, return_kl=True, deterministic=True)
     forward_metric, backward_metric = (torch.full((), -1.0, device=device) for _ in range(2))
-    varlen(x, 2, kl_metric=forward_metric)
+    varlen(x, 2, kl_metric=forward_metric, deterministic=True)
     assert torch.equal(forward_metric, kl.detach())
     out, placeholder = varlen(x, 2, return_kl=True, kl_value=False, kl_metric=backward_metric)
     assert placeholder.item() == 0.0
@@ -209,7 +211,7 @@ def test_autocast(device):
     arguments = (x.q_proxy, x.k_proxy, x.cu, x.cu, 100, 100, 2)
     with torch.autocast(device, torch.bfloat16):
         out, kl, lse = flashmsa.flash_msa_varlen_func(
-            x.q, x.k, v, *arguments, block_size=BLOCK, return_kl=True, return_lse=True
+            x.q, x.k, v, *arguments, block_size=BLOCK, return_kl=True, return_lse=True, deterministic=True
         )
         by_operator = torch.ops.flashmsa.forward(x.q, x.k, v, None, x.cu, x.cu, x.q_proxy.shape[1], 0, BLOCK)
     assert (out.dtype, kl.dtype, lse.dtype) == (torch.bfloat16, torch.float32, torch.float32)
@@ -217,7 +219,7 @@ def test_autocast(device):
     (out.float().sum() + kl).backward()
     assert (x.q.grad.dtype, v.grad.dtype, x.q_proxy.grad.dtype) == (torch.float32, torch.bfloat16, torch.float32)
     low = Inputs(*[t.detach().bfloat16() for t in x.leaves()], x.cu)
-    assert torch.equal(out, varlen(low, 2))
+    assert torch.equal(out, varlen(low, 2, deterministic=True))
 
 
 def test_no_grad_and_inference_mode(device):
