@@ -12,16 +12,19 @@ reads; the gradient of the rows is given to the carrier.
 
 from __future__ import annotations
 
-import datetime
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.constants import default_pg_timeout
 
 from ._cp_plan import Plan
 
+T = TypeVar("T")
 _collectives = torch.ops._c10d_functional
 
 
@@ -187,39 +190,48 @@ class Arrive(torch.autograd.Function):
 # ---- The word between the hosts -----------------------------------------------------------------------------------
 
 _host_groups: dict[str, tuple[Any, Any]] = {}
+_SENTENCE_BYTES = 1024
 
 
 def _host_group(name: str) -> Any:
-    """A group of the same ranks whose collectives run on the hosts: the group itself where it has a CPU backend."""
-    group = dist.distributed_c10d._resolve_process_group(name)
+    """Gloo between the same ranks that carries nothing but words, so that they stay in step whatever else a rank does
+    on the group itself. Not made by `new_group`, which needs every rank of the world."""
+    group = distributed_c10d._resolve_process_group(cast(Any, name))
     known = _host_groups.get(name)
-    if known is not None and known[0] is group:
-        return known[1]
-    if "gloo" in str(dist.get_backend_config(group)):
-        host = group
-    else:
-        ranks = dist.get_process_group_ranks(group)
-        host = dist.new_group(ranks, datetime.timedelta(minutes=5), backend="gloo", use_local_synchronization=True)
-    _host_groups[name] = (group, host)
-    return host
+    if known is None or known[0] is not group:
+        store = dist.PrefixStore(f"flashmsa_words/{name}", distributed_c10d._get_default_store())
+        rank, world = dist.get_rank(group), dist.get_world_size(group)
+        host = dist.ProcessGroupGloo(store, rank, world, default_pg_timeout)
+        known = _host_groups[name] = (group, host)
+    return known[1]
+
+
+def _gathered_words(host: Any, word: Tensor) -> Tensor:
+    """[ranks, ...] from every rank's word."""
+    words = [torch.empty_like(word) for _ in range(host.size())]
+    host.allgather([words], [word]).wait()
+    return torch.stack(words)
 
 
 def agree(name: str, signature: int, error: Exception | None = None) -> None:
     """Waits until every rank of the group has come here, and raises on all of them if one came with an error or with
-    another signature than the first. Hosts only: no device is waited for.
+    another signature than the first. It comes before every exchange, so no rank enters one that another will not.
+    Hosts only: no device is waited for.
+
+    A rank whose error comes between two exchanges calls this too: its word meets the others' next one.
 
     Raises:
         RuntimeError: another rank failed, has ended or disagrees. Whatever `error` is, on the rank that brings it.
     """
     try:
         host = _host_group(name)
-        rank, world = dist.get_rank(host), dist.get_world_size(host)
-        words = torch.empty(world * 2, dtype=torch.int64)
-        dist.all_gather_into_tensor(words, torch.tensor([error is not None, signature]), group=host)
-        failed = bool(words[0::2].any())
-        sentences: list[Any] = [None] * world
+        words = _gathered_words(host, torch.tensor([error is not None, signature]))
+        failed, signatures = words[:, 0].nonzero().flatten().tolist(), words[:, 1]
+        sentences = []
         if failed:
-            dist.all_gather_object(sentences, error and f"{type(error).__name__}: {error}", group=host)
+            text = f"{type(error).__name__}: {error}".encode()[:_SENTENCE_BYTES]
+            padded = torch.frombuffer(bytearray(text.ljust(_SENTENCE_BYTES)), dtype=torch.uint8)
+            sentences = [bytes(x.tolist()).decode(errors="replace").rstrip() for x in _gathered_words(host, padded)]
     except (RuntimeError, ValueError) as lost:
         if error is not None:
             raise error from lost
@@ -227,11 +239,25 @@ def agree(name: str, signature: int, error: Exception | None = None) -> None:
     if error is not None:
         raise error
     if failed:
-        other = next(r for r in range(world) if sentences[r] is not None)
-        raise RuntimeError(f"rank {other} of the context-parallel group failed: {sentences[other]}")
-    if bool((words[1::2] != words[1]).any()):
-        others = (words[1::2] != words[1]).nonzero().flatten().tolist()
+        raise RuntimeError(f"rank {failed[0]} of the context-parallel group failed: {sentences[failed[0]]}")
+    others = (signatures != signatures[0]).nonzero().flatten().tolist()
+    if others:
         raise RuntimeError(
             f"ranks {others} of the context-parallel group call with another plan, dtype, head count, option or "
-            f"requires_grad than rank 0; this is rank {rank}"
+            f"requires_grad than rank 0; this is rank {host.rank()}"
         )
+
+
+def told(name: str, compute: Callable[[], T], leave_together: bool) -> T:
+    """The result of work between two exchanges. An error in it is told to the other ranks, then raised; with
+    `leave_together` they wait here until all have done theirs. An empty name: no words."""
+    if not name or torch.compiler.is_compiling():
+        return compute()
+    try:
+        result = compute()
+    except Exception as error:
+        agree(name, 0, error)
+        raise
+    if leave_together:
+        agree(name, 0)
+    return result

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from . import ops
+from ._cp_attention import Attention, Call
 from ._cp_exchange import (
     Arrive,
     Depart,
@@ -35,6 +36,7 @@ from ._cp_exchange import (
     arrive_gradient,
     depart,
     depart_gradient,
+    told,
     unshard_index,
 )
 from ._cp_plan import Piece, Plan, WorkModel, make_plan
@@ -47,7 +49,6 @@ __all__ = [
     "Piece",
     "Plan",
     "WorkModel",
-    "attend",
     "attention",
     "make_plan",
     "proxy_loss",
@@ -102,8 +103,8 @@ class ContextParallel:
         self.plan = plan
         self.keep_keys = keep_keys
         self.fp32_gradients = fp32_gradients
-        self._agree = agree and self.world > 1
         self._name = "" if group is None else group.group_name
+        self._words = self._name if agree and self.world > 1 else ""
         self._plan_signature = zlib.crc32(repr((plan.cu_seqlens, plan.total, plan.pieces)).encode())
         self._layouts: dict[torch.device, Layout] = {}
         self._unshard: dict[torch.device, Tensor] = {}
@@ -145,6 +146,7 @@ class ContextParallel:
             raise ValueError(f"dimension {dim} of x has {x.shape[dim]} rows; this rank owns {self.rows()}")
         with torch.no_grad():
             x = x.detach().movedim(dim, 0)
+            self._check(lambda: None, (x,), "unshard")
             result = x.new_zeros((self.plan.total + 1, *x.shape[1:]))
             if self.world == 1:
                 result[self._layout(x.device).rows] = x
@@ -178,6 +180,7 @@ class ContextParallel:
         """
         if self.world == 1:
             return x.detach().clone()
+        self._check(lambda: None, (x.detach(),), "sum")
         result: Tensor = torch.ops._c10d_functional.wait_tensor(
             torch.ops._c10d_functional.all_reduce(x.detach(), "sum", self._name)
         )
@@ -185,13 +188,14 @@ class ContextParallel:
 
     # ---- The exchange
 
-    def gather(self, k: Tensor, v: Tensor, k_proxy: Tensor) -> Keys:
-        """Sends this rank's keys on their way. Between this call and :func:`attend` is the place for work that needs no
-        keys, such as the projection of the queries: it overlaps with the trip, and its backward pass with the trip of
-        the gradients.
+    def gather(self, k: Tensor, v: Tensor, k_proxy: Tensor | None) -> Keys:
+        """Sends this rank's keys on their way. Between this call and :meth:`Keys.attend` is the place for work that
+        needs no keys, such as the projection of the queries: it overlaps with the trip, and its backward pass with the
+        trip of the gradients.
 
         Args:
-            k, v: [rows(), Hkv, D]. k_proxy: [rows(), Hpk, Dp]. Autocast casts them.
+            k, v: [rows(), Hkv, D]. k_proxy: [rows(), Hpk, Dp], or None for dense attention without proxies. Autocast
+                casts them.
 
         Raises:
             TypeError, ValueError: tensors that do not fit. RuntimeError: an error on another rank.
@@ -199,21 +203,21 @@ class ContextParallel:
         Example:
             >>> context = ContextParallel([0, 50])
             >>> keys = context.gather(torch.randn(50, 2, 64), torch.randn(50, 2, 64), torch.randn(50, 1, 64))
-            >>> attend(torch.randn(50, 4, 64), torch.randn(50, 2, 64), keys, top_k_blocks=2).shape
+            >>> keys.attend(torch.randn(50, 4, 64), torch.randn(50, 2, 64), top_k_blocks=2).shape
             torch.Size([50, 4, 64])
         """
         k, v, k_proxy = _autocast(k, v, k_proxy)
         self._check(lambda: self._check_rows(k=k, v=v, k_proxy=k_proxy), (k, v, k_proxy))
         return self._gather(k, v, k_proxy)
 
-    def _gather(self, k: Tensor, v: Tensor, k_proxy: Tensor) -> Keys:
+    def _gather(self, k: Tensor, v: Tensor, k_proxy: Tensor | None) -> Keys:
         layout = self._layout(k.device)
         if layout.padded == 0:
             return Keys(self, layout, None, k, v, k_proxy, ())
         route = Route(layout.local_shared, layout.padded, layout.shared, self.world, self._name)
         fp32 = self.fp32_gradients and k.dtype in (torch.bfloat16, torch.float16)
         dtype = torch.float32 if fp32 else k.dtype
-        trips = tuple(Depart.apply(x, route, dtype) for x in (k_proxy, k, v))
+        trips = tuple(None if x is None else Depart.apply(x, route, dtype) for x in (k_proxy, k, v))
         return Keys(self, layout, route, k, v, k_proxy, trips)
 
     def _layout(self, device: torch.device) -> Layout:
@@ -222,8 +226,10 @@ class ContextParallel:
             layout = self._layouts[device] = Layout(self.plan, self.rank, device)
         return layout
 
-    def _check_rows(self, **tensors: Tensor) -> None:
+    def _check_rows(self, **tensors: Tensor | None) -> None:
         for name, x in tensors.items():
+            if x is None and name in ("q_proxy", "k_proxy"):
+                continue
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name} is {type(x).__name__}; it must be a tensor")
             if x.dim() != 3 or x.shape[0] != self.rows():
@@ -232,45 +238,73 @@ class ContextParallel:
                     f"plan owns {self.rows()} rows"
                 )
 
-    def _check(self, check: Any, tensors: tuple[Any, ...], options: object = ()) -> None:
+    def _check(self, check: Any, tensors: Sequence[Any], options: object = ()) -> None:
         """Runs a check on every rank, and raises on all of them if it raises on one, or if the calls differ."""
-        if not self._agree or torch.compiler.is_compiling():
+        if not self._words or torch.compiler.is_compiling():
             check()
             return
         error, signature = None, 0
         try:
             check()
-            facts = [(str(x.dtype), tuple(x.shape[1:]), x.requires_grad) for x in tensors]
+            facts = [x if x is None else (str(x.dtype), tuple(x.shape[1:]), x.requires_grad) for x in tensors]
             grad = torch.is_grad_enabled()
             choices = (self.keep_keys, self.fp32_gradients, options)
             signature = zlib.crc32(repr((self._plan_signature, facts, grad, choices)).encode())
         except Exception as caught:
             error = caught
-        agree(self._name, signature, error)
+        agree(self._words, signature, error)
 
 
 class Keys(NamedTuple):
-    """Keys on their way between :meth:`ContextParallel.gather` and :func:`attend`. For one call of `attend`."""
+    """Keys on their way, made by :meth:`ContextParallel.gather`. For one call of :meth:`attend`."""
 
     context: ContextParallel
     layout: Layout
     route: Route | None  # None where nothing travels
     k: Tensor
     v: Tensor
-    k_proxy: Tensor
-    trips: tuple[tuple[Tensor, Tensor, Tensor], ...]  # of k_proxy, k, v
+    k_proxy: Tensor | None
+    trips: tuple[tuple[Tensor, Tensor, Tensor] | None, ...]  # of k_proxy, k, v
 
-    def _arrive(self, trip: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(
+        self,
+        q: Tensor,
+        q_proxy: Tensor | None,
+        top_k_blocks: int,
+        softmax_scale: float | None = None,
+        proxy_scale: float | None = None,
+        deterministic: bool = False,
+        **options: Any,
+    ) -> Any:
+        """The second half of :func:`attention`.
+
+        Args:
+            q: [rows, Hq, D]. q_proxy: [rows, Hp, Dp], or None for dense attention without proxies.
+            The others, the results and the errors are those of :func:`attention`.
+
+        Example:
+            >>> context = ContextParallel([0, 50])
+            >>> keys = context.gather(torch.randn(50, 2, 64), torch.randn(50, 2, 64), torch.randn(50, 1, 64))
+            >>> out, kl = keys.attend(torch.randn(50, 4, 64), torch.randn(50, 2, 64), 0, return_kl=True)
+            >>> out.shape, kl.shape
+            (torch.Size([50, 4, 64]), torch.Size([]))
+        """
+        q, q_proxy = _autocast(q, q_proxy)
+        choices = _Choices(top_k_blocks, softmax_scale, proxy_scale, deterministic, **options)
+        context, tensors = self.context, (q, self.k, self.v, q_proxy, self.k_proxy)
+        context._check(lambda: _check_call(context, tensors, choices), tensors, choices.told())
+        return _attend(q, q_proxy, self, choices)
+
+    def _arrive(self, trip: int, x: Tensor | None) -> tuple[Any, Any]:
         """The keys of a call without gradient, and what takes their gradient."""
-        if self.route is None:
-            return x.detach(), x
-        keys, carrier = Arrive.apply(
-            *self.trips[trip], x.detach(), self.layout.gather_index, self.layout.scatter_index, self.route
-        )
-        return keys, carrier
+        if x is None or self.route is None:
+            return None if x is None else x.detach(), x
+        index = (self.layout.gather_index, self.layout.scatter_index)
+        trip_of_x = cast(tuple[Tensor, ...], self.trips[trip])
+        return cast(tuple[Tensor, Tensor], Arrive.apply(*trip_of_x, x.detach(), *index, self.route))
 
 
-def _autocast(*tensors: Tensor) -> list[Tensor]:
+def _autocast(*tensors: Any) -> list[Any]:
     device = next((x.device.type for x in tensors if isinstance(x, Tensor)), "cpu")
     return ops.cast_to(ops.autocast_dtype(device), *tensors)
 
@@ -287,8 +321,8 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_proxy: Tensor,
-    k_proxy: Tensor,
+    q_proxy: Tensor | None,
+    k_proxy: Tensor | None,
     context: ContextParallel,
     top_k_blocks: int,
     softmax_scale: float | None = None,
@@ -299,15 +333,22 @@ def attention(
     """Causal MiniMax Sparse Attention of this rank's rows over the whole documents.
 
     Args:
-        q: [rows, Hq, D] with the context's rows. k, v: [rows, Hkv, D]. q_proxy: [rows, Hp, Dp]. k_proxy: [rows, Hpk,
-            Dp]. The rank's own rows of each.
+        q: [rows, Hq, D], this rank's rows, as all tensors here. k, v: [rows, Hkv, D]. q_proxy: [rows, Hp, Dp]. k_proxy:
+            [rows, Hpk, Dp]. Without proxies (None, None), attention is dense and there is no loss.
         context: plan and group. Every rank of the group must make the call, one without rows too.
         top_k_blocks, softmax_scale, proxy_scale, deterministic: as in :func:`flashmsa.flash_msa_varlen_func`; 0 blocks
             is dense attention.
-        **options: those of :func:`attend`.
+        block_size: keys in a block, default 128.
+        local_blocks, init_blocks: newest and first blocks always kept, default 1 and 0.
+        block_indices: int32 [Hp, rows, top_k_blocks], a selection to use instead of one by score.
+        select_fp8: score blocks in FP8 where the card has it.
+        kl_value: False: the KL returned is 0 and only carries the gradient.
+        return_kl: also return this rank's part of the KL loss, 0-dim fp32. Its divisor is the count of the whole pack.
+        return_lse: also return lse [Hq, rows] in fp32, without gradient.
 
     Returns:
-        out [rows, Hq, D], or a tuple as :func:`attend` returns it.
+        out [rows, Hq, D], or a tuple of out, then kl and lse where asked for. Where a key takes part in any rank's
+        loss, its gradient holds that part.
 
     Raises:
         TypeError, ValueError: an argument of this rank does not fit. RuntimeError: an error on another rank, or the
@@ -322,55 +363,12 @@ def attention(
         >>> out.shape, k.grad.shape
         (torch.Size([96, 4, 64]), torch.Size([96, 2, 64]))
     """
-    q, k, v, q_proxy, k_proxy = _autocast(q, k, v, q_proxy, k_proxy)
+    q, k, v, q_proxy, k_proxy = tensors = _autocast(q, k, v, q_proxy, k_proxy)
     choices = _Choices(top_k_blocks, softmax_scale, proxy_scale, deterministic, **options)
-    context._check(
-        lambda: _check_call(context, q, k, v, q_proxy, k_proxy, choices), (q, k, v, q_proxy, k_proxy), choices.told()
-    )
+    context._check(lambda: _check_call(context, tensors, choices), tensors, choices.told())
+    if not choices.return_kl and k_proxy is not None:
+        k_proxy = k_proxy.detach()
     return _attend(q, q_proxy, context._gather(k, v, k_proxy), choices)
-
-
-def attend(
-    q: Tensor,
-    q_proxy: Tensor,
-    keys: Keys,
-    top_k_blocks: int,
-    softmax_scale: float | None = None,
-    proxy_scale: float | None = None,
-    deterministic: bool = False,
-    **options: Any,
-) -> Any:
-    """The second half of :func:`attention`: over keys that :meth:`ContextParallel.gather` has sent on their way.
-
-    Args:
-        q: [rows, Hq, D]. q_proxy: [rows, Hp, Dp]. keys: what `gather` returned, for one call.
-        top_k_blocks, softmax_scale, proxy_scale, deterministic: as in :func:`flashmsa.flash_msa_varlen_func`.
-        block_size: keys in a block, default 128. local_blocks, init_blocks: newest and first blocks always kept,
-            default 1 and 0.
-        block_indices: int32 [Hp, rows, top_k_blocks], a selection to use instead of one by score.
-        select_fp8: score blocks in FP8 where the card has it.
-        kl_value: False: the KL returned is 0 and only carries the gradient.
-        return_kl: also return this rank's part of the KL loss, 0-dim fp32. Its divisor is the count of the whole pack.
-        return_lse: also return lse [Hq, rows] in fp32, without gradient.
-
-    Returns:
-        out [rows, Hq, D], or a tuple of out, then kl and lse where asked for.
-
-    Raises:
-        TypeError, ValueError: an argument of this rank does not fit. RuntimeError: an error on another rank.
-
-    Example:
-        >>> context = ContextParallel([0, 50])
-        >>> keys = context.gather(torch.randn(50, 2, 64), torch.randn(50, 2, 64), torch.randn(50, 1, 64))
-        >>> out, kl = attend(torch.randn(50, 4, 64), torch.randn(50, 2, 64), keys, 0, return_kl=True)
-        >>> out.shape, kl.shape
-        (torch.Size([50, 4, 64]), torch.Size([]))
-    """
-    q, q_proxy = _autocast(q, q_proxy)
-    choices = _Choices(top_k_blocks, softmax_scale, proxy_scale, deterministic, **options)
-    context, k, v, k_proxy = keys.context, keys.k, keys.v, keys.k_proxy
-    context._check(lambda: _check_call(context, q, k, v, q_proxy, k_proxy, choices), (q, q_proxy), choices.told())
-    return _attend(q, q_proxy, keys, choices)
 
 
 class _Choices:
@@ -416,51 +414,49 @@ class _Choices:
         )
 
 
-def _check_call(
-    context: ContextParallel, q: Tensor, k: Tensor, v: Tensor, q_proxy: Tensor, k_proxy: Tensor, choices: _Choices
-) -> None:
+def _check_call(context: ContextParallel, tensors: Sequence[Any], choices: _Choices) -> None:
     """Everything that shapes alone can show, as if the keys were gathered already."""
+    q, k, v, q_proxy, k_proxy = tensors
     context._check_rows(q=q, k=k, v=v, q_proxy=q_proxy, k_proxy=k_proxy)
+    if (q_proxy is None) != (k_proxy is None):
+        raise ValueError("one of q_proxy and k_proxy is None; give both or none")
+    if q_proxy is None and (choices.top_k or choices.return_kl):
+        raise ValueError(f"q_proxy is None; top_k_blocks {choices.top_k} or return_kl needs proxies")
     layout = context._layout(q.device)
-    k, v, k_proxy = (_expanded(x, layout.keys) for x in (k, v, k_proxy))
-    options = choices.options(context, layout, q_proxy.shape[1])
+    options = choices.options(context, layout, _proxy_heads(q_proxy, k))
     if not torch.compiler.is_compiling():
-        plan_of(q_proxy, k_proxy, q, k, v, layout.q_bounds, layout.k_bounds, options)
+        heads = _proxy_heads(q_proxy, k)
+        k_proxy, k, v = (None if x is None else _expanded(x, layout.keys) for x in (k_proxy, k, v))
+        plan_of(q_proxy, k_proxy, q, k, v, layout.q_bounds, layout.k_bounds, options, heads)
 
 
-class _Call(NamedTuple):
-    """What the autograd node of the attention knows besides tensors: plain values."""
-
-    top_k: int
-    block_size: int
-    softmax_scale: float
-    proxy_scale: float
-    longest: int
-    kl_count: int
-    deterministic: bool
-    kl_value: bool
-    fp32_gradients: bool
-    keep_keys: bool
-    agree: bool
-    route: Route | None
+def _proxy_heads(q_proxy: Tensor | None, k: Tensor) -> int:
+    return k.shape[1] if q_proxy is None else q_proxy.shape[1]
 
 
-def _attend(q: Tensor, q_proxy: Tensor, keys: Keys, choices: _Choices) -> Any:
+def _attend(q: Tensor, q_proxy: Tensor | None, keys: Keys, choices: _Choices) -> Any:
+    words = keys.context._words if keys.route is not None else ""
+    return told(words, lambda: _attend_here(q, q_proxy, keys, choices, words), leave_together=False)
+
+
+def _attend_here(q: Tensor, q_proxy: Tensor | None, keys: Keys, choices: _Choices, words: str) -> Any:
     context, layout = keys.context, keys.layout
-    o = choices.options(context, layout, q_proxy.shape[1])
+    proxy_heads = _proxy_heads(q_proxy, keys.k)
+    o = choices.options(context, layout, proxy_heads)
     bounds = (layout.q_bounds, layout.k_bounds)
     k_proxy, k_proxy_carrier = keys._arrive(0, keys.k_proxy)
     schedule, block_indices = None, choices.block_indices
-    if not o.dense and block_indices is None:
+    if not o.dense and block_indices is None and q_proxy is not None:
         block_indices = ops.select(
             q_proxy.detach(), k_proxy, *bounds, o.top_k, o.block_size, o.local_blocks, o.init_blocks, o.proxy_scale,
             o.max_seqlen_k, choices.select_fp8,
         )  # fmt: skip
     k, k_carrier = keys._arrive(1, keys.k)
     v, v_carrier = keys._arrive(2, keys.v)
-    if not o.dense:
+    if block_indices is not None:
         schedule = ops.schedule(block_indices, q.detach(), k, *bounds, o.block_size, o.max_seqlen_k)
-    call = _Call(
+    call = Call(
+        proxy_heads,
         o.top_k,
         o.block_size,
         o.softmax_scale,
@@ -471,86 +467,17 @@ def _attend(q: Tensor, q_proxy: Tensor, keys: Keys, choices: _Choices) -> Any:
         choices.kl_value and choices.return_kl,
         k_carrier.dtype != k.dtype,
         context.keep_keys or keys.route is None,
-        context._agree and keys.route is not None,
+        words,
         keys.route,
     )
-    out, kl, lse = _Attention.apply(
-        q_proxy, k_proxy_carrier, q, k_carrier, v_carrier, k_proxy, k, v, schedule, *bounds, layout.gather_index,
-        keys.k_proxy.detach(), keys.k.detach(), keys.v.detach(), call,
+    own = [None if x is None else x.detach() for x in (keys.k_proxy, keys.k, keys.v)]
+    out, kl, lse = Attention.apply(
+        q_proxy, k_proxy_carrier, q, k_carrier, v_carrier, k_proxy, k, v, *own, schedule, *bounds, layout.gather_index,
+        call,
     )  # fmt: skip
     if not (choices.return_kl or choices.return_lse):
         return out
     return (out, *([kl] if choices.return_kl else []), *([lse] if choices.return_lse else []))
-
-
-class _Attention(torch.autograd.Function):
-    """(q_proxy, q and the carriers of the keys; keys; ...) -> (out, kl, lse); the carriers take the keys' gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q_proxy: Tensor,
-        k_proxy_carrier: Tensor,
-        q: Tensor,
-        k_carrier: Tensor,
-        v_carrier: Tensor,
-        k_proxy: Tensor,
-        k: Tensor,
-        v: Tensor,
-        schedule: Tensor | None,
-        q_bounds: Tensor,
-        k_bounds: Tensor,
-        gather_index: Tensor,
-        own_k_proxy: Tensor,
-        own_k: Tensor,
-        own_v: Tensor,
-        call: _Call,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        c = call
-        out, kl, lse = ops.attention(
-            q_proxy, k_proxy, q, k, v, schedule, q_bounds, k_bounds, c.top_k, c.block_size, c.softmax_scale,
-            c.proxy_scale, c.longest, c.kl_count, c.deterministic, c.kl_value,
-        )  # fmt: skip
-        keys = (k_proxy, k, v) if c.keep_keys else (own_k_proxy, own_k, own_v)
-        ctx.save_for_backward(q_proxy, q, *keys, out, lse, schedule, q_bounds, k_bounds, gather_index)
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(lse)
-        return out, kl, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, grad_kl: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
-        q_proxy, q, k_proxy, k, v, out, lse, schedule, q_bounds, k_bounds, gather_index = ctx.saved_tensors
-        c: _Call = ctx.call
-        if c.agree and not torch.compiler.is_compiling():
-            assert c.route is not None
-            agree(c.route.group, 0)
-        if not c.keep_keys:
-            route = c.route
-            assert route is not None
-            pending = [(depart(x, route), x) for x in (k_proxy, k, v)]
-            k_proxy, k, v = (arrive(p, x, gather_index, route) for p, x in pending)
-        bounds = (q_bounds, k_bounds)
-        needs = ctx.needs_input_grad
-        main = dout is not None and any(needs[2:5])
-        proxy = grad_kl is not None and any(needs[:2])
-        proxy_options = (c.top_k, c.block_size, c.softmax_scale, c.proxy_scale, c.longest, c.kl_count, c.deterministic)
-        dq_proxy = dk_proxy = dq = dk = dv = None
-        if main and proxy:
-            dq, dk, dv, dq_proxy, dk_proxy, _ = ops.backward_with_proxy(
-                dout, grad_kl, q_proxy, k_proxy, q, k, v, out, lse, schedule, *bounds, *proxy_options,
-                c.fp32_gradients,
-            )  # fmt: skip
-        elif main:
-            dq, dk, dv = ops.backward(
-                dout, q, k, v, out, lse, schedule, *bounds, q_proxy.shape[1], c.top_k, c.block_size, c.softmax_scale,
-                c.longest, c.deterministic, c.fp32_gradients,
-            )  # fmt: skip
-        elif proxy:
-            _, dq_proxy, dk_proxy = ops.proxy_loss(
-                q_proxy, k_proxy, q, k, lse, schedule, grad_kl, *bounds, *proxy_options, c.fp32_gradients
-            )
-        return (dq_proxy, dk_proxy, dq, dk, dv, *([None] * 11))
 
 
 # ---- Single operations, without autograd --------------------------------------------------------------------------
@@ -640,7 +567,7 @@ def proxy_loss(
     top_k = 0 if block_indices is None else block_indices.shape[2]
     choices = _Choices(top_k, softmax_scale, proxy_scale, deterministic, block_size=block_size)
     tensors = (q_proxy, k_proxy, q, k)
-    context._check(lambda: _check_call(context, q, k, k, q_proxy, k_proxy, choices), tensors, choices.told())
+    context._check(lambda: _check_call(context, (q, k, k, q_proxy, k_proxy), choices), tensors, choices.told())
     layout = context._layout(q.device)
     o = choices.options(context, layout, q_proxy.shape[1])
     route, (proxy_keys, keys) = _gathered(context, layout, k_proxy, k)

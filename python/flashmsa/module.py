@@ -8,13 +8,16 @@ the Hugging Face model loads as it is.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .functional import _batch_offsets, flash_msa_varlen_func
+
+if TYPE_CHECKING:
+    from .context_parallel import ContextParallel
 
 Mode = Literal["sparse", "dense"]
 
@@ -27,6 +30,8 @@ class RMSNorm(nn.Module):
         eps: added to the mean square.
 
     Example:
+        >>> import torch
+        >>> from flashmsa.module import RMSNorm
         >>> RMSNorm(64)(torch.randn(3, 2, 64)).shape
         torch.Size([3, 2, 64])
     """
@@ -56,6 +61,8 @@ def rotary_angles(positions: Tensor, rotary_dim: int, theta: float, dtype: torch
         ``(cos, sin)``, each [..., rotary_dim].
 
     Example:
+        >>> import torch
+        >>> from flashmsa.module import rotary_angles
         >>> cos, sin = rotary_angles(torch.arange(5), 8, 10000.0, torch.float32)
         >>> cos.shape
         torch.Size([5, 8])
@@ -77,6 +84,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         A new tensor of the shape of ``x``.
 
     Example:
+        >>> import torch
+        >>> from flashmsa.module import apply_rotary, rotary_angles
         >>> cos, sin = rotary_angles(torch.arange(5), 8, 10000.0, torch.float32)
         >>> apply_rotary(torch.randn(5, 2, 16), cos, sin).shape
         torch.Size([5, 2, 16])
@@ -99,6 +108,8 @@ def document_positions(cu_seqlens: Tensor, total: int) -> Tensor:
         int64 [total].
 
     Example:
+        >>> import torch
+        >>> from flashmsa.module import document_positions
         >>> document_positions(torch.tensor([0, 2, 5], dtype=torch.int32), 5).tolist()
         [0, 1, 0, 1, 2]
     """
@@ -166,6 +177,8 @@ class MSAttention(nn.Module):
         ValueError: head counts that do not divide, ``rotary_dim`` out of range, an unknown ``mode``.
 
     Example:
+        >>> import torch
+        >>> from flashmsa.module import MSAttention
         >>> layer = MSAttention(64, num_heads=4, num_kv_heads=2, block_size=16, top_k=2)
         >>> out, kl = layer(torch.randn(2, 100, 64))
         >>> (out.square().mean() + kl).backward()
@@ -241,16 +254,19 @@ class MSAttention(nn.Module):
         max_seqlen: int = 0,
         mode: Mode | None = None,
         kl_value: bool = True,
+        context: ContextParallel | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attention and the loss that trains the proxy.
 
         Args:
-            hidden_states: [B, S, hidden_size], or [T, hidden_size] with ``cu_seqlens``.
+            hidden_states: [B, S, hidden_size], or [T, hidden_size] with ``cu_seqlens`` or ``context``.
             cu_seqlens: int32 [documents + 1] on the device of ``hidden_states``, ascending from 0: offsets of packed
                 documents, which do not see each other. Rows beyond the last offset get output 0.
             max_seqlen: no document has more tokens; 0 if unknown. A true bound saves scratch on CUDA.
             mode: for this call instead of the attribute.
             kl_value: False: ``kl`` is 0 and only carries the gradient, which saves a pass over the selected blocks.
+            context: the pack is spread over ranks, and ``hidden_states`` holds the rows of this one. Not together with
+                ``cu_seqlens``; ``kl`` is then this rank's part of the loss.
 
         Returns:
             ``(out, kl)``: out has the shape of ``hidden_states``; kl is a 0-dim fp32 tensor, the mean over tokens and
@@ -260,22 +276,28 @@ class MSAttention(nn.Module):
             ValueError: a shape that does not fit, or an unknown mode. TypeError: dtypes that do not fit.
 
         Example:
+            >>> import torch
+            >>> from flashmsa.module import MSAttention
             >>> layer = MSAttention(64, num_heads=4, num_kv_heads=2, block_size=16, top_k=2)
             >>> cu = torch.tensor([0, 30, 100], dtype=torch.int32)
             >>> out, kl = layer(torch.randn(100, 64), cu_seqlens=cu, max_seqlen=70)
             >>> out.shape, kl.shape
             (torch.Size([100, 64]), torch.Size([]))
         """
-        rows = 2 if cu_seqlens is not None else 3
-        if hidden_states.dim() != rows or hidden_states.shape[-1] != self.q_proj.in_features:
-            expected = "[T, hidden_size] with cu_seqlens" if cu_seqlens is not None else "[B, S, hidden_size]"
+        packed = cu_seqlens is not None or context is not None
+        if hidden_states.dim() != (2 if packed else 3) or hidden_states.shape[-1] != self.q_proj.in_features:
+            expected = "[T, hidden_size] for packed documents" if packed else "[B, S, hidden_size]"
             raise ValueError(
                 f"hidden_states has shape {tuple(hidden_states.shape)}; it must be {expected}, with hidden_size "
                 f"{self.q_proj.in_features}"
             )
         dense = _checked_mode(self.mode if mode is None else mode) == "dense"
         shape = hidden_states.shape
-        if cu_seqlens is None:
+        if context is not None:
+            if cu_seqlens is not None:
+                raise ValueError("cu_seqlens and context were both given; the context knows the documents")
+            positions = context.positions(hidden_states.device)
+        elif cu_seqlens is None:
             batch, max_seqlen = shape[:2]
             positions = torch.arange(max_seqlen, device=hidden_states.device).repeat(batch)
             cu_seqlens = _batch_offsets(batch, max_seqlen, hidden_states.device)
@@ -283,27 +305,27 @@ class MSAttention(nn.Module):
         else:
             positions = document_positions(cu_seqlens, shape[0])
         cos, sin = rotary_angles(positions, self.rotary_dim, self.rope_theta, hidden_states.dtype)
-        q = self.q_norm(self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim)))
-        k = self.k_norm(self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim)))
+        k = apply_rotary(self.k_norm(self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim))), cos, sin)
         v = self.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
         q_proxy, k_proxy = self.indexer(hidden_states, cos, sin)
-        out, kl = flash_msa_varlen_func(
-            apply_rotary(q, cos, sin),
-            apply_rotary(k, cos, sin),
-            v,
-            q_proxy,
-            k_proxy,
-            cu_seqlens,
-            cu_seqlens,
-            max_seqlen,
-            max_seqlen,
-            0 if dense else self.top_k,
-            block_size=self.block_size,
-            local_blocks=self.local_blocks,
-            init_blocks=self.init_blocks,
-            kl_value=kl_value,
-            return_kl=True,
-        )
+        # Keys travel while the queries are projected, and their gradients while that is differentiated.
+        keys = None if context is None else context.gather(k, v, k_proxy)
+        q = apply_rotary(self.q_norm(self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim))), cos, sin)
+        top_k = 0 if dense else self.top_k
+        options: dict[str, Any] = {
+            "block_size": self.block_size,
+            "local_blocks": self.local_blocks,
+            "init_blocks": self.init_blocks,
+            "kl_value": kl_value,
+            "return_kl": True,
+        }
+        if keys is not None:
+            out, kl = keys.attend(q, q_proxy, top_k, **options)
+        else:
+            assert cu_seqlens is not None
+            out, kl = flash_msa_varlen_func(
+                q, k, v, q_proxy, k_proxy, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, top_k, **options
+            )
         return self.o_proj(out.flatten(-2)).view(shape), kl
 
 

@@ -6,7 +6,7 @@ import io
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +23,9 @@ class Failed(Exception):
 class Ranks:
     """Worker processes, each the rank of its number."""
 
-    def __init__(self) -> None:
+    def __init__(self, preload: Sequence[str] = ()) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "flashmsa.context_parallel"])
+        context.set_forkserver_preload(["torch", "torch.distributed", "flashmsa.context_parallel", *preload])
         self.folder = tempfile.TemporaryDirectory(prefix="flashmsa_ranks_")
         self.pipes, self.processes = [], []
         for rank in range(MOST):
@@ -36,15 +36,19 @@ class Ranks:
             self.pipes.append(mine)
             self.processes.append(process)
 
-    def run(self, ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+    def run(self, ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 40) -> list[Any]:
         """function(group, *args) on each of the first ranks; what each returned, or a Failed in its place."""
         for pipe in self.pipes[:ranks]:
             pipe.send((ranks, function, args))
         answers = []
         for rank, pipe in enumerate(self.pipes[:ranks]):
             if not pipe.poll(timeout):
+                self.close()
                 raise TimeoutError(f"rank {rank} of {ranks} did not answer within {timeout} s")
-            answers.append(torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False))
+            try:
+                answers.append(torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False))
+            except EOFError:
+                answers.append(Failed("EOFError: the process has ended"))
         return answers
 
     def all(self, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -59,7 +63,7 @@ class Ranks:
         for pipe in self.pipes:
             pipe.close()
         for process in self.processes:
-            process.join(10)
+            process.join(1)
             if process.is_alive():
                 process.kill()
         self.folder.cleanup()

@@ -12,7 +12,7 @@ from conftest import make_inputs
 from ranks import Failed, Ranks
 
 import flashmsa
-from flashmsa.context_parallel import ContextParallel, Piece, Plan, WorkModel, attend, attention, proxy_loss, select
+from flashmsa.context_parallel import ContextParallel, Piece, Plan, WorkModel, attention, proxy_loss, select
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed")
 
@@ -84,7 +84,7 @@ def spread(group, case: Case):
     options = {"block_size": BLOCK, "return_kl": True, "return_lse": True}
     if case.two_steps:
         keys = context.gather(x["k"], x["v"], x["k_proxy"])
-        out, kl, lse = attend(x["q"], x["q_proxy"], keys, case.top_k, **options)
+        out, kl, lse = keys.attend(x["q"], x["q_proxy"], case.top_k, **options)
     else:
         out, kl, lse = attention(x["q"], x["k"], x["v"], x["q_proxy"], x["k_proxy"], context, case.top_k, **options)
     loss = {"out": (out, context.shard(dout)), "kl": (kl, torch.tensor(GRAD_KL, dtype=kl.dtype))}
@@ -201,6 +201,48 @@ def of_proxy_loss(group, case: Case):
     return {"kl": context.sum(kl), "dq_proxy": context.unshard(dq), "dk_proxy": context.unshard(dk)}
 
 
+def without_proxies(group, case: Case):
+    context = case.context(group, torch.distributed.get_world_size(group))
+    tensors, dout, _ = case.inputs()
+    x = [context.shard(tensors[name]).requires_grad_() for name in ("q", "k", "v")]
+    attention(*x, None, None, context, 0).backward(context.shard(dout))
+    return [context.unshard(t.grad) for t in x]
+
+
+def test_dense_attention_without_proxies(ranks):
+    case = Case((230, 55), top_k=0, uses=("out",))
+    expected = alone(case)
+    for answer in ranks.all(3, without_proxies, case):
+        for name, value in zip(("dq", "dk", "dv"), answer, strict=True):
+            torch.testing.assert_close(value, expected[name], atol=1e-5, rtol=1e-4)
+
+
+def of_layer(group, lengths: list[int], mode: str):
+    from flashmsa.module import MSAttention
+
+    torch.manual_seed(0)
+    layer = MSAttention(64, num_heads=4, num_kv_heads=2, block_size=BLOCK, top_k=TOP_K, mode=mode)
+    cu = torch.tensor([0, *lengths]).cumsum(0)
+    hidden, target = torch.randn(2, sum(lengths), 64)
+    if group is None:
+        out, kl = layer(hidden, cu_seqlens=cu.int())
+        (((out - target) ** 2).sum() + kl).backward()
+        return [out, kl, *[p.grad for p in layer.parameters()]]
+    context = ContextParallel(cu, group)
+    out, kl = layer(context.shard(hidden), context=context)
+    (((out - context.shard(target)) ** 2).sum() + kl).backward()
+    return [context.unshard(out), context.sum(kl), *[context.sum(p.grad) for p in layer.parameters()]]
+
+
+@pytest.mark.parametrize("mode", ["sparse", "dense"])
+def test_layer(ranks, mode):
+    lengths = [300, 11, 40]
+    expected = of_layer(None, lengths, mode)
+    for answer in ranks.all(3, of_layer, lengths, mode):
+        for x, y in zip(answer, expected, strict=True):
+            torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-3)
+
+
 @pytest.mark.parametrize("top_k", [0, TOP_K])
 def test_proxy_loss(ranks, top_k):
     case = Case((230, 55), top_k=top_k, uses=("kl",))
@@ -231,7 +273,11 @@ def call_with_error(group, kind: str):
     top_k = 2 if rank == 1 and kind == "top_k" else TOP_K
     if rank == 1 and kind == "caller":
         context._check(lambda: int("no number"), (), ())
-    attention(*x, context, top_k, block_size=BLOCK)
+    indices = select(*x[3:], context, TOP_K, block_size=BLOCK) if kind == "later" else None
+    if rank == 1 and kind == "later":
+        indices[1, 0] = 99
+    x[1].requires_grad_()
+    attention(*x, context, top_k, block_size=BLOCK, block_indices=indices).sum().backward()
 
 
 @pytest.mark.parametrize(
@@ -243,6 +289,7 @@ def call_with_error(group, kind: str):
         ("gradient", "requires_grad"),
         ("top_k", "option"),
         ("caller", "no number"),
+        ("later", "holds 99"),
     ],
 )
 def test_an_error_on_one_rank_is_told_by_all(ranks, kind, sentence):

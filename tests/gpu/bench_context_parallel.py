@@ -1,0 +1,105 @@
+"""What context parallelism costs in compute, on one card: every rank's fragments are run one rank after the other, and
+beside them the whole pack at once. Nothing travels here; each rank has the gathered keys that it would have.
+
+Needs the package on PYTHONPATH (or installed) and a card; FLASHMSA_LIBRARY names the library. `measure_balance` needs
+no card, `measure_rank_times` needs about 100 GiB of it. Run as a program, this prints each rank's operations too."""
+
+import json
+import statistics
+import sys
+
+import torch
+from bench_million import STEP, OneWorkspace
+from fmsa import FP32_KV_GRADS, ROOT, Problem
+from measure import BF16, M3, OUTPUTS
+
+from flashmsa._cp_exchange import Layout
+from flashmsa.context_parallel import make_plan
+
+DIM, TOP_K = 128, 16
+NAMES = ("select", "schedule", "forward", "backward_with_proxy")
+PACKS = {n: torch.tensor([0, *lengths]).cumsum(0).tolist()
+         for n, lengths in json.loads((ROOT / "tests" / "packs_192k.json").read_text())["packs"].items()}  # fmt: skip
+
+
+def measure_balance(figures):
+    """Modelled work, by the plan alone."""
+    for ranks in (2, 4, 8, 16):
+        plans = [make_plan(cu, ranks) for cu in PACKS.values()]
+        how = f"largest rank's modelled work over the mean, the worst of {len(plans)} real packs; {ranks} ranks"
+        figures[f"cp.balance.packs.{ranks}"] = (max(plan.imbalance for plan in plans), "x", how)
+
+
+def rank_ms(plan, rank, runs=2):
+    """Median milliseconds of a rank's step, and of each of its operations, in tensors of its own."""
+    layout = Layout(plan, rank, torch.device("cpu"))
+    fragments = torch.cat([layout.q_bounds, layout.k_bounds]).t().tolist()
+    hq, hkv, hp, hpk = M3
+    g = torch.Generator(device="cuda").manual_seed(rank)
+
+    def normal(rows, heads):
+        return torch.empty(rows, heads, DIM, device="cuda", dtype=BF16).normal_(generator=g)
+
+    x = {"q": normal(layout.count, hq), "q_proxy": normal(layout.count, hp), "dout": normal(layout.count, hq)}
+    x |= {"k": normal(layout.keys, hkv), "v": normal(layout.keys, hkv), "k_proxy": normal(layout.keys, hpk)}
+    x["grad_kl"] = torch.ones(1, device="cuda")
+    problem = Problem(
+        M3, fragments, BF16, top_k=TOP_K, flags=FP32_KV_GRADS if plan.world > 1 else 0, total_q=layout.count,
+        total_k=layout.keys, max_seqlen_k=layout.longest, kl_count=plan.total * hp,
+    )  # fmt: skip
+    call = OneWorkspace(problem, x)
+    prepared = [(operation, call.prepare(operation, OUTPUTS[operation])) for operation in STEP]
+    steps, parts = [], {name: [] for name in NAMES}
+    for _ in range(runs + 1):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(STEP) + 1)]
+        events[0].record()
+        for (operation, what), event in zip(prepared, events[1:], strict=True):
+            call.enqueue(operation, what)
+            event.record()
+        torch.cuda.synchronize()
+        steps.append(events[0].elapsed_time(events[-1]))
+        for name, begin, end in zip(NAMES, events, events[1:], strict=False):
+            parts[name].append(begin.elapsed_time(end))
+    assert all(buffer.intact() for buffer in call.buffers.values())
+    return statistics.median(steps[1:]), {name: statistics.median(times[1:]) for name, times in parts.items()}
+
+
+def compare(figures, label, what, cu, ranks):
+    """Figures of one pack on a number of ranks; the single-card run is the plan for one rank."""
+    ms, parts = [], []
+    for rank in range(ranks):
+        torch.cuda.empty_cache()
+        step, operations = rank_ms(make_plan(cu, ranks), rank)
+        ms.append(step)
+        parts.append(operations)
+    torch.cuda.empty_cache()
+    single, operations = rank_ms(make_plan(cu, 1), 0)
+    mean, shape = sum(ms) / ranks, f"{what}, 64/4/4/1 heads, D 128, k 16, bf16, random selection, {ranks} ranks in turn"
+    figures[f"cp.rank_time.max_over_mean.{label}"] = (max(ms) / mean, "x", f"slowest rank over the mean; {shape}")
+    figures[f"cp.sum_over_single.{label}"] = (sum(ms) / single, "x", f"all ranks' steps over one card's; {shape}")
+    return ms, parts, single, operations
+
+
+def measure_rank_times(figures, shown=lambda *_: None):
+    cases = [("m3.1m.8", "one document of 1,048,576 tokens", [0, 1 << 20])]
+    cases += [(f"m3.pack{n}.8", f"real pack {n} of 196,608 tokens", cu) for n, cu in PACKS.items()]
+    for label, what, cu in cases:
+        shown(label, cu, compare(figures, label, what, cu, 8))
+
+
+def show(label, cu, result):
+    ms, parts, single, operations = result
+    plan = make_plan(cu, len(ms))
+    print(f"{label}: single {single:.2f} ms", {name: round(t, 2) for name, t in operations.items()})
+    for rank, (t, part) in enumerate(zip(ms, parts, strict=True)):
+        pieces = [(p.document, p.begin, p.end) for p in plan.pieces[rank]][:3]
+        print(f"  rank {rank}: {t:8.2f} ms", {n: round(x, 2) for n, x in part.items()}, plan.rows[rank], "rows", pieces)
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    figures = {}
+    measure_balance(figures)
+    measure_rank_times(figures, show)
+    for name, (value, unit, _) in figures.items():
+        print(f"{name:44} {value:10.4f} {unit}")
