@@ -53,12 +53,12 @@ class AttentionFunction(torch.autograd.Function):
         )
         if result.kl is not None and kl_metric is not None:
             kl_metric.copy_(result.kl)
-        ctx.save_for_backward(
-            q_proxy, k_proxy, q, k, v, result.out, result.lse, result.schedule, cu_seqlens_q, cu_seqlens_k
-        )
         ctx.plan = plan
         ctx.kl_metric = None if kl_value else kl_metric
         ctx.returns_kl = returns_kl
+        trains_proxies = returns_kl and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1])
+        proxies = (q_proxy, k_proxy) if trains_proxies or ctx.kl_metric is not None else (None, None)
+        ctx.save_for_backward(*proxies, q, k, v, result.out, result.lse, result.schedule, cu_seqlens_q, cu_seqlens_k)
         ctx.set_materialize_grads(False)
         results: tuple[torch.Tensor, ...] = (result.out,)
         if returns_kl:

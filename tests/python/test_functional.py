@@ -130,6 +130,27 @@ def test_gradients_go_where_they_belong(device):
     assert all(t.grad.abs().max() > 0 for t in (x.q, x.v, x.k_proxy))
 
 
+def test_proxies_are_kept_only_for_their_gradients():
+    """Without a KL loss, or with proxies that do not learn, the backward pass holds no proxies."""
+
+    def kept(x: Inputs, **options) -> set[int]:
+        """Storages that the step saves."""
+        storages = set()
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: storages.add(t.untyped_storage().data_ptr()) or t, lambda t: t
+        ):
+            varlen(x, 2, **options)
+        return storages
+
+    x = make_inputs([90])
+    proxies = {t.untyped_storage().data_ptr() for t in (x.q_proxy, x.k_proxy)}
+    assert proxies <= kept(x, return_kl=True)
+    assert not proxies & kept(x)
+    x.q_proxy.requires_grad_(False)
+    x.k_proxy.requires_grad_(False)
+    assert not proxies & kept(x, return_kl=True)
+
+
 def test_expanded_and_transposed_gradients(device):
     """dout of out.sum() has stride 0; one that was transposed has its last dimension strided."""
     x = make_inputs([70, 60], device=device)
