@@ -18,7 +18,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from torch import Tensor, nn
 from . import ops
 from .functional import _batch_offsets, flash_msa_varlen_func
 from .module import apply_rotary
+
+if TYPE_CHECKING:
+    from .context_parallel import ContextParallel
 
 NAME = "flashmsa"
 
@@ -289,6 +292,10 @@ def _share_of_step(kwargs: dict[str, Any]) -> float | Tensor:
     items, labels = kwargs.get("num_items_in_batch"), kwargs.get("labels")
     if items is None or labels is None:
         return 1.0
+    if kwargs.get("context_parallel") is not None:
+        # The KL's divisor is the whole pack's already, so the pack's part of the step is wanted, not this rank's.
+        shifted = kwargs.get("shift_labels", labels)
+        return kwargs["context_parallel"].sum((shifted != -100).sum()) / torch.as_tensor(items, device=labels.device)
     share: Tensor = (labels[..., 1:] != -100).sum() / torch.as_tensor(items, device=labels.device)
     return share
 
@@ -442,6 +449,7 @@ def flash_msa_attention(
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    context_parallel: ContextParallel | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention of ``attn_implementation="flashmsa"``, in the form of transformers' attention interface.
@@ -460,6 +468,8 @@ def flash_msa_attention(
         block_indices: what the indexer returned.
         position_ids: [1 or B, Sq]; where there is no mask, positions that restart mark packed documents.
         cu_seq_lens_q, cu_seq_lens_k: int32 [documents + 1], packed documents in a batch of one row.
+        context_parallel: the pack is spread over ranks, and the tensors hold the rows of this one, in a batch of one
+            row. An argument of the model's forward, like the two before. It knows the documents; masks are ignored.
 
     Returns:
         ``(out, None)``, out [B, Sq, Hq, D]. Rows of padding are 0.
@@ -486,6 +496,8 @@ def flash_msa_attention(
     for name in ("sliding_window", "softcap", "s_aux"):
         if kwargs.get(name) is not None:
             raise ValueError(f"{name} is {kwargs[name]}; flashmsa computes plain causal attention")
+    if context_parallel is not None:
+        return _attend_over_ranks(module, query, key, value, scaling, block_indices, context_parallel)
     batch, heads, q_length, dim = query.shape
     k_length = key.shape[2]
     fragments = _fragments_of(attention_mask, position_ids, batch, q_length, k_length)
@@ -521,6 +533,44 @@ def flash_msa_attention(
             kl = kl * (batch * q_length / (cu_q[1] - cu_q[0]).sum())
         proxy_loss._add(indexer.layer_idx, kl)
     return out.view(batch, q_length, heads, dim), None
+
+
+def _attend_over_ranks(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    proxies: Proxies | None,
+    context: ContextParallel,
+) -> tuple[Tensor, None]:
+    from .context_parallel import attention
+
+    if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}; context_parallel takes a batch of one "
+            "row, without a cache"
+        )
+    main = (_pack(query), _pack(key), _pack(value))
+    if proxies is None:
+        return attention(*main, None, None, context, 0, scaling)[None], None
+    indexer = module.indexer
+    proxy_loss = _proxy_loss_of(indexer)
+    out, kl = attention(
+        *main,
+        proxies.q.flatten(0, 1),
+        proxies.k.flatten(0, 1),
+        context,
+        0 if proxy_loss is not None and proxy_loss.dense else indexer.topk_blocks,
+        scaling,
+        block_size=indexer.block_size,
+        local_blocks=indexer.local_blocks,
+        kl_value=proxy_loss is not None,
+        return_kl=True,
+    )
+    if proxy_loss is not None:
+        proxy_loss._add(indexer.layer_idx, kl)
+    return out[None], None
 
 
 def select_blocks(module: nn.Module, proxies: Proxies) -> Tensor:
