@@ -371,7 +371,7 @@ struct segment_edges {
     }
 };
 
-/* The block ids that rows of a segment see. */
+/* The block ids that rows of a segment see; an empty range when none sees any. */
 __device__ id_range segment_seen(const chunks &chunks, int64_t segment) {
     const int32_t per_segment = 1 << (chunks.segment_shift - chunks.shift);
     const int32_t first = (int32_t)(segment * per_segment), end = min(first + per_segment, chunks.count);
@@ -382,7 +382,7 @@ __device__ id_range segment_seen(const chunks &chunks, int64_t segment) {
     }
     all.begin = __reduce_min_sync(0xffffffffu, all.begin);
     all.end = __reduce_max_sync(0xffffffffu, all.end);
-    return all;
+    return {min(all.begin, all.end), all.end};
 }
 
 /* The items of all groups before this one. Groups are numbered in the order in which their thread blocks began, so the

@@ -199,8 +199,10 @@ struct finder {
             next.edge_begin = item->edge_begin;
             next.edge_count = item->edge_count;
             next.block = item->block;
-            /* Every second round of items walks its rows backwards: what the last one read last is still in L2. */
-            next.backwards = a.edge_row != nullptr && (number - a.item_range[0]) / gridDim.x % 2;
+            /* Every second round of items walks its rows backwards: what the last one read last is still in L2. Not in
+             * deterministic mode, where a document's sums must not depend on how many items others have. */
+            const bool ordered = a.key_turns != nullptr;
+            next.backwards = a.edge_row != nullptr && !ordered && (number - a.item_range[0]) / gridDim.x % 2;
             next.unit = item->proxy_head * a.units_per_proxy_head;
             const int64_t first_row = int64_t(item->proxy_head) * (a.row_end - a.row_begin) - a.row_begin;
             next.teacher = first_row * a.places * (backward_keys / 2);
@@ -281,6 +283,7 @@ struct loader {
             rows.limit[r] = limit;
             masked |= limit < backward_keys - 1;
         }
+        __syncwarp(); /* the limits are written before lane 0 arrives for them */
         return __any_sync(0xffffffffu, masked);
     }
 
@@ -339,6 +342,9 @@ struct loader {
         const uint32_t q_full = shared_address(&shared.q_full[at.stage()]);
         const uint32_t dout_full = shared_address(&shared.dout_full[at.stage()]);
         const uint32_t to = base + layout::q + at.stage() * layout::row_bytes;
+        /* Asked before this warp's copies arrive: the ring's place may be filled anew after that, except in the tiles
+         * that wait for these keys. */
+        const bool loads_keys = warp() == 1 && tokens.number == min(stages, tokens.item.tiles) - 1;
         barrier_wait(shared_address(&shared.empty[at.stage()]), at.stage_parity() ^ 1);
         if (warp() == 1) {
             const bool masked = load_row_values(tokens);
@@ -360,7 +366,7 @@ struct loader {
             __syncwarp();
         }
         /* Q and dO of the first tiles are under way before the wait for the last item's K and V. */
-        if (warp() == 1 && tokens.number == min(stages, tokens.item.tiles) - 1) load_keys(tokens.item);
+        if (loads_keys) load_keys(tokens.item);
     }
 
     __device__ __forceinline__ void run() {

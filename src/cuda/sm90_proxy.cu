@@ -136,7 +136,7 @@ static fmsa_status run_group(const fmsa_problem *problem, const fmsa_tensors *t,
     const bool first = group.first_block == 0;
     const bool last = !is_dense(problem) || group.first_block + group.places >= problem->max_fragment_blocks;
     const group_memory g = take_group(problem, proxy, group, memory, planes, computed);
-    if (problem->max_key_blocks > 0 && group.places > 0) {
+    if (problem->max_fragment_blocks > 0 && group.places > 0) {
         if (first) FMSA_TRY(find_student_lse(problem, t, proxy, group, memory, planes, computed, stream));
         if (!(first && last)) FMSA_TRY(find_shares(g.work, stream));
         if (planes > 1) {
@@ -194,7 +194,7 @@ static fmsa_status run_loss(const fmsa_problem *problem, const fmsa_tensors *t, 
         fmsa_sm90_proxy_group group = {begin, min_of(begin + plan.rows, c->total_q), 0, plan.places};
         do {
             FMSA_TRY(run_group(problem, t, proxy, group, memory, 1, true, stream));
-            group.first_block += plan.places;
+            group.first_block += plan.places > 0 ? plan.places : 1;
         } while (group.first_block < blocks);
     }
     return fmsa_sm90_proxy_finish(problem, t, &proxy, stream);

@@ -161,6 +161,8 @@ CASES = {
     "k not a power of two": Problem((2, 2, 2, 2), documents([1500]), top_k=37, block=64),
     "several segments": Problem((1, 1, 1, 1), documents([9000]), top_k=3, block=128),
     "more blocks than counters": Problem((2, 1, 2, 1), [(0, 40, 0, 9000 * 64 + 17)], top_k=20, block=64),
+    "segments without rows": Problem((2, 1, 2, 1), documents([3000]), total_q=9000, total_k=3000, top_k=3),
+    "keys alone": Problem((2, 1, 1, 1), [], total_q=5, total_k=300, top_k=2),
     "nothing": Problem((2, 1, 1, 1), [], total_q=5, total_k=0, top_k=2),
 }
 

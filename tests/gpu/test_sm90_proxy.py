@@ -233,3 +233,21 @@ def test_graph_replays_with_other_fragments():
     graph.replay()
     torch.cuda.synchronize()
     compare(p, x, call.outputs["block_indices"], {name: call.outputs[name] for name in PROXY})
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("fragments", [[], [(2, 2, 0, 0)]])
+def test_rows_without_any_key(fragments, dense):
+    """No key in the whole call: gradients and the loss are 0, whichever outputs are asked for."""
+    p = Problem((16, 2, 4, 1), fragments, BF16, top_k=3, dense=dense, total_q=5, total_k=0)
+    call = ready(p, make_inputs(p, seed=40))
+    for run, outputs in (
+        (call.proxy_loss, PROXY),
+        (call.backward, ("dq", "dk", "dv")),
+        (call.backward_with_proxy, ("dq", "dk", "dv", *PROXY)),
+        (call.backward_with_proxy, PROXY),
+        (call.backward_with_proxy, ("dq", "kl")),
+    ):
+        run(outputs)
+        for name in outputs:
+            assert (call.outputs[name] == 0).all(), f"{name} of {outputs}"
