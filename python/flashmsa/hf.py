@@ -295,7 +295,8 @@ def _share_of_step(kwargs: dict[str, Any]) -> float | Tensor:
     if kwargs.get("context_parallel") is not None:
         # The KL's divisor is the whole pack's already, so the pack's part of the step is wanted, not this rank's.
         shifted = kwargs.get("shift_labels", labels)
-        return kwargs["context_parallel"].sum((shifted != -100).sum()) / torch.as_tensor(items, device=labels.device)
+        pack: Tensor = kwargs["context_parallel"].sum((shifted != -100).sum())
+        return pack / torch.as_tensor(items, device=labels.device)
     share: Tensor = (labels[..., 1:] != -100).sum() / torch.as_tensor(items, device=labels.device)
     return share
 
