@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import pathlib
+import subprocess
+import sys
 import time
 
 import pytest
@@ -133,6 +136,23 @@ def test_activation_checkpointing(ranks):
     for a, b in zip(once, twice, strict=True):
         for x, y in zip(a, b, strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+def test_example():
+    """One process and two print the same but for the first line."""
+    program = str(pathlib.Path(__file__).resolve().parents[2] / "examples" / "context_parallel.py")
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    texts = []
+    for launcher in ([], torchrun):
+        run = subprocess.run(
+            [sys.executable, *launcher, program], capture_output=True, text=True, timeout=100, check=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        )  # fmt: skip
+        texts.append(run.stdout.splitlines())
+    assert texts[0][0].startswith("1 ranks with (2048,) rows")
+    assert texts[1][0].startswith("2 ranks")
+    assert len(texts[0]) == 7
+    assert texts[0][1:] == texts[1][1:]
 
 
 # ---- A rank that ends; the last test, since the processes are of no use after it ----------------------------------
