@@ -6,7 +6,9 @@ import datetime
 import json
 import os
 import subprocess
+import sys
 import time
+import traceback
 
 import bench_backward
 import bench_context_parallel
@@ -100,6 +102,7 @@ PARTS = {
     "million": bench_million.measure_million,
     "python": bench_python.measure,
     "context_parallel": bench_context_parallel.measure_context_parallel,
+    "context_parallel_packs": bench_context_parallel.measure_packs,
 }
 
 
@@ -135,9 +138,14 @@ def main():
     if os.path.exists(options.out):
         with open(options.out) as file:
             report = json.load(file)
+    failed = []
     for part in options.parts.split(","):
         figures, start = {}, time.monotonic()
-        PARTS[part](figures)
+        try:
+            PARTS[part](figures)
+        except Exception:  # what was measured before it, and the other parts, are still worth having
+            traceback.print_exc()
+            failed.append(part)
         torch.cuda.empty_cache()
         values = {n: {"value": round(v, 4), "unit": unit, "how": how} for n, (v, unit, how) in figures.items()}
         report[part] = {**environment(), "figures": values}
@@ -147,6 +155,8 @@ def main():
         print(f"{part}: {time.monotonic() - start:.0f} s")
         for name, (value, unit, _) in figures.items():
             print(f"  {name:44} {value:10.3f} {unit}", flush=True)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 beside them the whole pack at once. Nothing travels here; each rank has the gathered keys that it would have.
 
 Needs the package on PYTHONPATH (or installed) and a card; FLASHMSA_LIBRARY names the library. `measure_balance` needs
-no card, `measure_rank_times` needs about 100 GiB of it. Run as a program, this prints each rank's operations too."""
+no card, the rest about 100 GiB of it. Run as a program, this prints each rank's operations too."""
 
 import json
 import statistics
@@ -80,11 +80,18 @@ def compare(figures, label, what, cu, ranks):
     return ms, parts, single, operations
 
 
-def measure_rank_times(figures, shown=lambda *_: None):
-    cases = [("m3.1m.8", "one document of 1,048,576 tokens", [0, 1 << 20])]
-    cases += [(f"m3.pack{n}.8", f"real pack {n} of 196,608 tokens", cu) for n, cu in PACKS.items()]
-    for label, what, cu in cases:
-        shown(label, cu, compare(figures, label, what, cu, 8))
+def measure_context_parallel(figures, shown=lambda *_: None):
+    """The plan's balance, and a long document on 8 ranks."""
+    measure_balance(figures)
+    cu = [0, 1 << 20]
+    shown("m3.1m.8", cu, compare(figures, "m3.1m.8", "one document of 1,048,576 tokens", cu, 8))
+
+
+def measure_packs(figures, shown=lambda *_: None):
+    """The real packs on 8 ranks."""
+    for n, cu in PACKS.items():
+        label = f"m3.pack{n}.8"
+        shown(label, cu, compare(figures, label, f"real pack {n} of 196,608 tokens", cu, 8))
 
 
 def show(label, cu, result):
@@ -99,7 +106,7 @@ def show(label, cu, result):
 
 if __name__ == "__main__":
     figures = {}
-    measure_balance(figures)
-    measure_rank_times(figures, show)
+    measure_context_parallel(figures, show)
+    measure_packs(figures, show)
     for name, (value, unit, _) in figures.items():
         print(f"{name:44} {value:10.4f} {unit}")
