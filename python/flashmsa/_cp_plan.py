@@ -35,6 +35,7 @@ class WorkModel:
         support: most keys that a token attends to, ``top_k_blocks * block_size``; 0 in dense mode.
 
     Example:
+        >>> from flashmsa.context_parallel import WorkModel
         >>> WorkModel(scored=1.0, attended=0.0, token=0.0, support=0).of_rows(2, 4)
         7.0
     """
@@ -136,11 +137,12 @@ def make_plan(
         ValueError: offsets that do not ascend from 0, or an impossible ``world`` or ``total``.
 
     Example:
+        >>> from flashmsa.context_parallel import make_plan
         >>> plan = make_plan([0, 1000, 1010, 1020], 2)
         >>> plan.rows
-        (508, 512)
+        (510, 510)
         >>> [[(p.document, p.begin, p.end) for p in pieces] for pieces in plan.pieces]
-        [[(0, 0, 249), (0, 751, 1000), (1, 0, 10)], [(0, 249, 751), (2, 0, 10)]]
+        [[(0, 0, 250), (0, 750, 1000), (1, 0, 10)], [(0, 250, 750), (2, 0, 10)]]
     """
     offsets = tuple(int(x) for x in cu_seqlens)
     if not offsets or offsets[0] != 0 or any(b < a for a, b in zip(offsets, offsets[1:], strict=False)):

@@ -75,6 +75,7 @@ class ContextParallel:
         ValueError: a plan for another number of ranks.
 
     Example:
+        >>> from flashmsa.context_parallel import ContextParallel
         >>> context = ContextParallel([0, 30, 100])
         >>> context.rows(), context.positions().tolist()[28:33]
         (100, [28, 29, 0, 1, 2])
@@ -124,6 +125,8 @@ class ContextParallel:
             ValueError: a dimension of another size than the pack.
 
         Example:
+            >>> import torch
+            >>> from flashmsa.context_parallel import ContextParallel
             >>> ContextParallel([0, 2, 4]).shard(torch.arange(4)).tolist()
             [0, 1, 2, 3]
         """
@@ -139,6 +142,8 @@ class ContextParallel:
             ValueError: a dimension of another size than this rank's rows.
 
         Example:
+            >>> import torch
+            >>> from flashmsa.context_parallel import ContextParallel
             >>> ContextParallel([0, 2, 4]).unshard(torch.arange(4)).tolist()
             [0, 1, 2, 3]
         """
@@ -166,6 +171,7 @@ class ContextParallel:
         """Position of each of this rank's rows in its document, int64 [rows()]: for rotary embeddings.
 
         Example:
+            >>> from flashmsa.context_parallel import ContextParallel
             >>> ContextParallel([0, 2, 5]).positions().tolist()
             [0, 1, 0, 1, 2]
         """
@@ -175,6 +181,8 @@ class ContextParallel:
         """x summed over the ranks, without gradient: the KL loss for a log, say. Every rank must call it.
 
         Example:
+            >>> import torch
+            >>> from flashmsa.context_parallel import ContextParallel
             >>> ContextParallel([0, 2]).sum(torch.tensor(1.5))
             tensor(1.5000)
         """
@@ -201,6 +209,8 @@ class ContextParallel:
             TypeError, ValueError: tensors that do not fit. RuntimeError: an error on another rank.
 
         Example:
+            >>> import torch
+            >>> from flashmsa.context_parallel import ContextParallel
             >>> context = ContextParallel([0, 50])
             >>> keys = context.gather(torch.randn(50, 2, 64), torch.randn(50, 2, 64), torch.randn(50, 1, 64))
             >>> keys.attend(torch.randn(50, 4, 64), torch.randn(50, 2, 64), top_k_blocks=2).shape
@@ -283,6 +293,8 @@ class Keys(NamedTuple):
             The others, the results and the errors are those of :func:`attention`.
 
         Example:
+            >>> import torch
+            >>> from flashmsa.context_parallel import ContextParallel
             >>> context = ContextParallel([0, 50])
             >>> keys = context.gather(torch.randn(50, 2, 64), torch.randn(50, 2, 64), torch.randn(50, 1, 64))
             >>> out, kl = keys.attend(torch.randn(50, 4, 64), torch.randn(50, 2, 64), 0, return_kl=True)
@@ -355,6 +367,8 @@ def attention(
         device cannot.
 
     Example:
+        >>> import torch
+        >>> from flashmsa.context_parallel import ContextParallel, attention
         >>> q, k, v = (torch.randn(96, heads, 64, requires_grad=True) for heads in (4, 2, 2))
         >>> q_proxy, k_proxy = (torch.randn(96, heads, 64, requires_grad=True) for heads in (2, 1))
         >>> context = ContextParallel([0, 40, 96])
@@ -514,6 +528,8 @@ def select(
         TypeError, ValueError: an argument of this rank does not fit. RuntimeError: an error on another rank.
 
     Example:
+        >>> import torch
+        >>> from flashmsa.context_parallel import ContextParallel, select
         >>> select(torch.randn(50, 2, 64), torch.randn(50, 1, 64), ContextParallel([0, 50]), 4, block_size=16).shape
         torch.Size([2, 50, 4])
     """
@@ -557,6 +573,8 @@ def proxy_loss(
         TypeError, ValueError: an argument of this rank does not fit. RuntimeError: an error on another rank.
 
     Example:
+        >>> import torch
+        >>> from flashmsa.context_parallel import ContextParallel, attention, proxy_loss
         >>> q, k, q_proxy, k_proxy = (torch.randn(50, heads, 64) for heads in (4, 2, 2, 1))
         >>> context = ContextParallel([0, 50])
         >>> _, lse = attention(q, k, k, q_proxy, k_proxy, context, 0, return_lse=True)

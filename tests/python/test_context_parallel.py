@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import doctest
 import json
 import pathlib
 
@@ -363,3 +364,10 @@ def test_a_long_document_is_cut_in_mirrored_pairs():
     edges = sorted({edge for pieces in plan.pieces for p in pieces for edge in (p.begin, p.end)})
     assert [len(pieces) for pieces in plan.pieces] == [2] * 7 + [1]
     assert [(1 << 20) - edge for edge in reversed(edges)] == edges
+
+
+def test_examples_in_docstrings():
+    for module in (flashmsa.context_parallel, flashmsa._cp_plan):
+        result = doctest.testmod(module)
+        assert result.attempted > 0
+        assert result.failed == 0
