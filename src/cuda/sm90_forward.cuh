@@ -398,16 +398,18 @@ __device__ __forceinline__ void rescale(float (&o)[n], const row_pair &factor) {
 }
 
 /* Online softmax with a reference that need not be the maximum: any number that keeps sums within range gives the same
- * result. It is finite, in base 2, 0 while a row has seen no key. sum is the thread's own share. */
+ * result. It is finite, in base 2, and `unseen` while a row has seen no key, which lies far from all that a row may see
+ * first: a block or a partial result, either sets a reference near its own. sum is the thread's own share. */
 struct softmax_state {
+    static constexpr float unseen = 1e30f;
     row_pair reference, sum;
 
     /* The first block of a tile. */
     template <typename T>
     __device__ __forceinline__ void begin(const float (&s)[64], uint32_t (&p)[32], float scale) {
         reference = top(s, scale);
-        reference.low = reference.low == -CUDART_INF_F ? 0 : reference.low;
-        reference.high = reference.high == -CUDART_INF_F ? 0 : reference.high;
+        reference.low = reference.low == -CUDART_INF_F ? unseen : reference.low;
+        reference.high = reference.high == -CUDART_INF_F ? unseen : reference.high;
         sum = exponentiate<T>(s, p, scale, reference);
     }
 
