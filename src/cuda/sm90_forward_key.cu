@@ -110,6 +110,9 @@ struct key_producer {
                 b.cell[half][q.stage][lane + 32 * i] = cell < 0 ? -1 : p.unit * a.partials.unit_cells + cell;
             }
         }
+        /* All lanes' cells come before the arrival: it completes the phase where a half has no tokens. The expected
+         * bytes come before all copies. */
+        __syncwarp();
         if (lane == 0) barrier_arrive_expect(full, count * a.shape.heads * (2 * D));
         __syncwarp();
 #pragma unroll
