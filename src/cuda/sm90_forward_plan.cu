@@ -32,6 +32,7 @@ struct plan_parameters {
     counters *state;
     int32_t *fragment_tile;
     tile *tiles;
+    int32_t most_tiles; /* that there is room for */
     step_lists lists;
 
     /* Sparse mode. */
@@ -69,7 +70,8 @@ __global__ void __launch_bounds__(scan_threads) scan_fragments(const __grid_cons
         }
         const int32_t offset = block_exclusive_scan<scan_threads>(tiles, 0, add(), total);
         if (f < a.fragments) a.fragment_tile[f] = before + offset;
-        before += total;
+        /* Fragments that have changed since the schedule was made may give more tiles than there is room for. */
+        before = min(before + total, a.most_tiles);
     }
     if (threadIdx.x == 0) *a.state = {before, 0, 0, 0, 0, 0, 0, 0};
 }
@@ -310,6 +312,7 @@ plan_parameters plan_of(const launch_parameters &l) {
     a.state = l.state;
     a.fragment_tile = l.fragment_tile;
     a.tiles = l.tiles;
+    a.most_tiles = l.most_tiles;
     a.lists = l.lists;
     a.proxy_heads = c.num_proxy_heads;
     a.slots = l.slots;
