@@ -103,36 +103,33 @@ size_t scratch_bytes(const fmsa_problem *problem, const layout &how, int64_t row
     return arena.used;
 }
 
-/* Rows of a chunk, so that its scratch fits in scratch_limit, or without one in what a launch needs to fill the card:
- * all rows, or whole segments of the schedule, or a power of two of rows. */
-fmsa_status plan_chunks(const fmsa_problem *problem, const layout &how, int64_t *rows) {
+/* Bytes that scratch may take: scratch_limit, or without one what a launch needs to fill the card. */
+size_t most_bytes(const fmsa_problem *problem) {
     constexpr size_t usual_bytes = size_t(9) << 29;
-    constexpr int64_t least_rows = 128;
-    const fmsa_config &c = problem->config;
-    const int64_t least = c.total_q < least_rows ? c.total_q : least_rows;
-    constexpr size_t most_bytes =
-        size_t(INT32_MAX) * 128; /* cells are numbered in 32 bits and take 128 bytes or more */
-    size_t limit = c.scratch_limit != 0 ? c.scratch_limit : usual_bytes;
-    if (limit > most_bytes) limit = most_bytes;
-    *rows = c.total_q;
-    if (is_dense(problem) || scratch_bytes(problem, how, *rows) <= limit) return FMSA_OK;
-    const int64_t segment = int64_t(1) << fmsa_cuda_segment_shift(problem);
-    *rows = (c.total_q - 1) / segment * segment;
-    while (*rows > segment && scratch_bytes(problem, how, *rows) > limit)
-        *rows = (*rows / 2 + segment - 1) / segment * segment;
-    if (*rows == 0) *rows = segment;
-    while (*rows > least && scratch_bytes(problem, how, *rows) > limit)
-        *rows /= 2;
-    return FMSA_OK;
+    constexpr size_t numbered = size_t(INT32_MAX) * 128; /* cells are numbered in 32 bits and take 128 bytes or more */
+    const size_t limit = problem->config.scratch_limit != 0 ? problem->config.scratch_limit : usual_bytes;
+    return limit < numbered ? limit : numbered;
 }
 
-fmsa_status plan_scratch(const fmsa_problem *problem, const layout &how, int64_t *rows, size_t *bytes) {
-    FMSA_TRY(plan_chunks(problem, how, rows));
-    *bytes = scratch_bytes(problem, how, *rows);
-    const size_t limit = problem->config.scratch_limit;
-    if (limit == 0 || *bytes <= limit) return FMSA_OK;
-    return fmsa_fail(FMSA_ERROR_WORKSPACE,
-                     "scratch_limit is %zu; the forward pass needs at least %zu bytes for these shapes", limit, *bytes);
+/* Rows of a chunk, so that its scratch fits in most_bytes(): all rows, or whole segments of the schedule, or a power of
+ * two of rows, at the least 128, which may not fit. */
+int64_t plan_chunks(const fmsa_problem *problem, const layout &how) {
+    constexpr int64_t least_rows = 128;
+    const size_t limit = most_bytes(problem);
+    const int64_t all = problem->config.total_q;
+    if (is_dense(problem) || all <= least_rows || scratch_bytes(problem, how, all) <= limit) return all;
+    const int64_t segment = int64_t(1) << fmsa_cuda_segment_shift(problem);
+    int64_t rows = (all - 1) / segment * segment;
+    while (rows > segment && scratch_bytes(problem, how, rows) > limit)
+        rows = (rows / 2 + segment - 1) / segment * segment;
+    if (rows == 0) rows = segment;
+    while (rows > least_rows && scratch_bytes(problem, how, rows) > limit)
+        rows /= 2;
+    return rows;
+}
+
+size_t planned_bytes(const fmsa_problem *problem, const layout &how) {
+    return scratch_bytes(problem, how, plan_chunks(problem, how));
 }
 
 fmsa_status attend_chunk(launch_parameters &l) {
@@ -159,25 +156,26 @@ fmsa_status attend_chunk(launch_parameters &l) {
 using namespace fmsa;
 using namespace fmsa::forward90;
 
+/* A tile has cells for all its tokens, however few it has: many short documents with few heads a unit would take
+ * gigabytes for next to no work, and are left to the portable kernels. */
 extern "C" bool fmsa_sm90_takes_forward(const fmsa_problem *problem) {
     const fmsa_config &c = problem->config;
     const bool narrow = c.dtype == FMSA_DTYPE_BF16 || c.dtype == FMSA_DTYPE_FP16;
+    const layout how = make_layout(problem);
     return narrow && c.block_size == block_keys && (c.head_dim == 64 || c.head_dim == 128) &&
-           make_layout(problem).shape.half_tokens > 0;
+           how.shape.half_tokens > 0 && planned_bytes(problem, how) <= most_bytes(problem);
 }
 
 extern "C" fmsa_status fmsa_sm90_forward_workspace_bytes(const fmsa_problem *problem, size_t *bytes) {
-    int64_t rows;
-    return plan_scratch(problem, make_layout(problem), &rows, bytes);
+    *bytes = planned_bytes(problem, make_layout(problem));
+    return FMSA_OK;
 }
 
 extern "C" fmsa_status fmsa_sm90_forward(const fmsa_problem *problem, const fmsa_tensors *tensors, void *workspace,
                                          size_t, cudaStream_t stream) {
     const fmsa_config &c = problem->config;
     const layout how = make_layout(problem);
-    int64_t rows;
-    size_t bytes;
-    FMSA_TRY(plan_scratch(problem, how, &rows, &bytes));
+    const int64_t rows = plan_chunks(problem, how);
     fmsa_cuda_arena arena = {static_cast<char *>(workspace), 0};
     launch_parameters l = {};
     take_scratch(problem, how, rows, &arena, &l);

@@ -1,8 +1,10 @@
 """The Hopper forward against the definition in fp64, over head relations, dimensions, fragments and selections."""
 
+import dataclasses
+
 import pytest
 import torch
-from fmsa import FORWARD, PORTABLE, Call, Failure, Problem, documents, make_inputs
+from fmsa import FORWARD, PORTABLE, WORKSPACE, Call, Failure, Problem, documents, make_inputs
 from measure import selection
 from reference import compare
 
@@ -101,6 +103,41 @@ def test_lse_far_from_zero(offset, dtype):
     assert (lse.mean() - offset).abs() < 20
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_partial_result_before_the_first_popular_block(dtype):
+    """Six of a tile's eight tokens choose block 2, its first step. The others have seen nothing when a partial result
+    is merged behind it, with an LSE of about -28 (base 2); then blocks 1 and 0 come, chosen by all, whose weights
+    would be 0 in fp16 beside a reference of 0. Nobody chooses the local block, and no three tokens another one."""
+    p = Problem((16, 1, 1, 1), [(0, 512, 0, 3072)], dtype, top_k=7)
+    x = make_inputs(p, seed=14)
+    x["q"][..., 0] = 8.0
+    x["k"][..., 0] = -25 * 128**0.5 / 8
+    token = torch.arange(512, dtype=torch.int32, device="cuda")[:, None] % 8
+    popular = torch.tensor([[0, 1, 2]], dtype=torch.int32, device="cuda").repeat(512, 1)
+    popular[:, 2:][token >= 6] = -1
+    rare = 3 + (2 * token + torch.arange(4, dtype=torch.int32, device="cuda")) % 16
+    x["block_indices"] = torch.cat((popular, rare), 1)[None].contiguous()
+    check(p, x)
+
+
+def test_tiles_whose_second_half_has_no_tokens():
+    """Of each block's tokens, 1 to 4 are left for the last tile of eight, so that its second half is empty, where
+    earlier tiles left cells of other edges. Tokens stand so far apart that no block is popular."""
+    p = Problem(M3, [(0, 512, 0, 3072)], top_k=20)
+    x = make_inputs(p, seed=15)
+    block = torch.arange(20, dtype=torch.int32, device="cuda")
+    chosen_by = 8 * block + 1 + block % 4
+    token = torch.arange(512, dtype=torch.int32, device="cuda")[:, None]
+    chosen = token * chosen_by % 512 < chosen_by
+    assert torch.equal(chosen.sum(0), chosen_by.long()) and chosen.view(64, 8, 20).sum(1).max() < 5
+    x["block_indices"] = torch.where(chosen, block, -1).int().repeat(4, 1, 1)
+    out, lse, call = forward(p, x)
+    compare(p, x, x["block_indices"], {"out": out, "lse": lse})
+    for _ in range(3):
+        call.forward()
+        assert torch.equal(out, call.outputs["out"]) and torch.equal(lse, call.outputs["lse"])
+
+
 @pytest.mark.parametrize("dense", [False, True])
 def test_nothing_leaks(dense):
     """Infinite and NaN values of other documents, of later blocks and behind the keys touch nothing."""
@@ -167,20 +204,42 @@ def test_strided_views():
     assert torch.equal(plain, again)
 
 
+def forward_bytes(p, x, flags=0):
+    """Workspace of the forward. Both families fill a limit in steps of their own, so equal sizes with and without the
+    flag PORTABLE tell that the portable kernels are chosen."""
+    return len(Call(dataclasses.replace(p, flags=flags), x).prepare(FORWARD, [])[2].bytes)
+
+
 @pytest.mark.parametrize("heads", [M3, (12, 4, 4, 2)])
 def test_scratch_limit(heads):
-    """The least scratch that the library accepts: many chunks, and tiles cut by them."""
+    """The least scratch that the Hopper kernels accept: many chunks, and tiles cut by them. The portable kernels, which
+    need less, take over below it, down to a limit that is too low for them too."""
     p = Problem(heads, documents([3000, 1000, 70]), top_k=4)
     x = make_inputs(p, seed=11)
-    limit = 1 << 30
+    x["block_indices"] = Call(p, x).select().clone()
+    p.scratch_limit = 1 << 30
+    least = {}  # accepted limit of each family
     while True:
-        p.scratch_limit = limit // 2
         try:
-            Call(p, x).prepare(FORWARD, [])
-        except Failure:
+            size = forward_bytes(p, x)
+            family = "portable" if size == forward_bytes(p, x, PORTABLE) else "Hopper"
+        except Failure as failure:
+            assert failure.status == WORKSPACE and "scratch_limit" in str(failure)
             break
-        limit //= 2
-    p.scratch_limit = limit
+        assert size <= p.scratch_limit
+        least[family] = p.scratch_limit
+        p.scratch_limit = p.scratch_limit * 3 // 4
+    assert list(least) == ["Hopper", "portable"] and least["Hopper"] <= 1 << 26
+    for p.scratch_limit in least.values():
+        check(p, x)
+
+
+def test_many_short_documents_of_lone_heads():
+    """A head a unit: tiles of 128 tokens, of which a document fills few, and k as great as the keys allow. The Hopper
+    kernels would need more than 6 GB even for 128 rows; the portable ones take over."""
+    p = Problem((16, 16, 16, 1), documents([5] * 128), total_k=12800, top_k=100)
+    x = make_inputs(p, seed=16)
+    assert forward_bytes(p, x) == forward_bytes(p, x, PORTABLE) < 1 << 29
     check(p, x)
 
 
