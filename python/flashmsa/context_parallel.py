@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -312,13 +312,16 @@ class Keys(NamedTuple):
         if x is None or self.route is None:
             return None if x is None else x.detach(), x
         index = (self.layout.gather_index, self.layout.scatter_index)
-        trip_of_x = cast(tuple[Tensor, ...], self.trips[trip])
-        return cast(tuple[Tensor, Tensor], Arrive.apply(*trip_of_x, x.detach(), *index, self.route))
+        trip_of_x: Any = self.trips[trip]
+        arrived: tuple[Tensor, Tensor] = Arrive.apply(*trip_of_x, x.detach(), *index, self.route)
+        return arrived
 
 
 def _autocast(*tensors: Any) -> list[Any]:
-    device = next((x.device.type for x in tensors if isinstance(x, Tensor)), "cpu")
-    return ops.cast_to(ops.autocast_dtype(device), *tensors)
+    for x in tensors:
+        if isinstance(x, Tensor):
+            return ops.cast_to(ops.autocast_dtype(x.device.type), *tensors)
+    return list(tensors)
 
 
 def _expanded(x: Tensor, rows: int) -> Tensor:
@@ -460,7 +463,7 @@ def _attend_here(q: Tensor, q_proxy: Tensor | None, keys: Keys, choices: _Choice
     bounds = (layout.q_bounds, layout.k_bounds)
     k_proxy, k_proxy_carrier = keys._arrive(0, keys.k_proxy)
     schedule, block_indices = None, choices.block_indices
-    if not o.dense and block_indices is None and q_proxy is not None:
+    if o.top_k > 0 and block_indices is None and q_proxy is not None:
         block_indices = ops.select(
             q_proxy.detach(), k_proxy, *bounds, o.top_k, o.block_size, o.local_blocks, o.init_blocks, o.proxy_scale,
             o.max_seqlen_k, choices.select_fp8,
