@@ -75,7 +75,7 @@ def spread_step(context: ContextParallel) -> Callable[[], None]:
 
 def own_step(context: ContextParallel) -> Callable[[], None]:
     """The same fragments over keys that lie here: the rank's step without communication."""
-    layout = context._layout(torch.device("cuda", torch.cuda.current_device()))
+    layout = context._layout(torch.device("cuda"))
     q, _, _, q_proxy, _, dout = leaves(layout.count, context.rank)
     _, k, v, _, k_proxy, _ = leaves(layout.keys, context.rank)
     grad_kl, count = torch.ones((), device="cuda"), context.plan.total * HEADS[3]

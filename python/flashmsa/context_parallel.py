@@ -231,6 +231,8 @@ class ContextParallel:
         return Keys(self, layout, route, k, v, k_proxy, trips)
 
     def _layout(self, device: torch.device) -> Layout:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         layout = self._layouts.get(device)
         if layout is None:
             layout = self._layouts[device] = Layout(self.plan, self.rank, device)
