@@ -5,8 +5,8 @@
  * block id and each query row finds its fragment by bisection and writes its entries. Up to 1,024 fragments, both are
  * one launch: every thread block scans for itself, into shared memory (8 KB).
  *
- * Floor: the fragment arrays once, the geometry's arrays once; in practice the launches. Measured on an H200: 4.7 us for
- * one document of 65,536 tokens. */
+ * Floor: the fragment arrays once, the geometry's arrays once; in practice the launches. Measured on an H200: 4.7 us
+ * for one document of 65,536 tokens. */
 #include "launch.h"
 #include "scan.cuh"
 #include "schedule.h"
