@@ -13,7 +13,7 @@ from measure import GEMM_FLOP, M3, SMALL, Steps, dense_tasks, gemm_task, steady
 
 KINDS = ("random", "agree32", "recent", "trained")
 SPARSE = (SELECT, SCHEDULE, FORWARD)
-PACKS = pathlib.Path(__file__).with_name("packs_192k.json")
+PACKS = pathlib.Path(__file__).parents[1] / "packs_192k.json"
 
 
 def rate(steps, heads, ms):
