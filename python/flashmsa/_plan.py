@@ -282,10 +282,12 @@ def plan_of(
     tensors = (q_proxy, k_proxy, q, k, v, cu_seqlens_q, cu_seqlens_k)
     try:
         shapes = tuple([None if x is None else (x.shape, x.dtype, x.device) for x in tensors])
+        # The library reads offsets as they lie in memory, so their strides are checked for every new value of them.
+        bounds_strides = (cu_seqlens_q.stride(), cu_seqlens_k.stride())
     except AttributeError:
         _refuse_other_types(tensors)
         raise
-    key = (shapes, options, proxy_heads, torch.get_num_threads())
+    key = (shapes, bounds_strides, options, proxy_heads, torch.get_num_threads())
     plan = _plans.get(key)
     if plan is None:
         if len(_plans) >= _MOST_PLANS:

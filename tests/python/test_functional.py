@@ -328,6 +328,21 @@ def test_double_backward_is_refused():
         grad.sum().backward()
 
 
+def test_strided_offsets_are_refused_at_every_call():
+    """Also where a call of the same shapes has gone well before."""
+    x = make_inputs([40, 24])
+    pairs = torch.tensor([[0, 40], [40, 64]], dtype=torch.int32)
+    spaced = torch.stack([x.cu, x.cu + 1], 1)[:, 0]
+
+    def call(cu):
+        return flashmsa.flash_msa_varlen_func(x.q, x.k, x.v, x.q_proxy, x.k_proxy, cu, cu, 0, 0, 1, block_size=BLOCK)
+
+    assert torch.equal(call(pairs.T.contiguous()), call(x.cu))
+    for cu in (pairs.T, spaced):
+        with pytest.raises(ValueError, match="contiguous"):
+            call(cu)
+
+
 def test_empty_call(device):
     x = make_inputs([0, 0], device=device)
     out, kl, lse = varlen(x, 2, return_kl=True, return_lse=True)
