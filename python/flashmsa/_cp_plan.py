@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
+import operator
 from collections.abc import Sequence
 
 # Rooms and overfull ranks below this part of a rank's share are not worth a cut.
@@ -134,6 +135,7 @@ def make_plan(
         model: the work to balance; default MiniMax-M3 on an H200.
 
     Raises:
+        TypeError: offsets that are no integers.
         ValueError: offsets that do not ascend from 0, or an impossible ``world`` or ``total``.
 
     Example:
@@ -144,7 +146,10 @@ def make_plan(
         >>> [[(p.document, p.begin, p.end) for p in pieces] for pieces in plan.pieces]
         [[(0, 0, 250), (0, 750, 1000), (1, 0, 10)], [(0, 250, 750), (2, 0, 10)]]
     """
-    offsets = tuple(int(x) for x in cu_seqlens)
+    try:
+        offsets = tuple(operator.index(x) for x in cu_seqlens)
+    except TypeError as error:
+        raise TypeError(f"cu_seqlens must be a sequence of integers: {error}") from None
     if not offsets or offsets[0] != 0 or any(b < a for a, b in zip(offsets, offsets[1:], strict=False)):
         raise ValueError(f"cu_seqlens is {_short(offsets)}; it must ascend from 0")
     total = offsets[-1] if total is None else total

@@ -72,7 +72,8 @@ class ContextParallel:
             on one rank ends the others with a sentence. Costs a round trip of the hosts; no device is waited for.
 
     Raises:
-        ValueError: a plan for another number of ranks.
+        TypeError: offsets that are no integers.
+        ValueError: offsets that do not ascend from 0; a plan for another number of ranks.
 
     Example:
         >>> from flashmsa.context_parallel import ContextParallel

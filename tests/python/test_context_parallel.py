@@ -322,6 +322,12 @@ def test_make_plan_refuses(arguments, sentence):
         flashmsa.context_parallel.make_plan(*arguments)
 
 
+@pytest.mark.parametrize("offsets", [[0, 10.5, 20], [0, "10", 20], torch.tensor([0.0, 10.0, 20.0]), 20])
+def test_offsets_that_are_no_integers_are_refused(offsets):
+    with pytest.raises(TypeError, match="cu_seqlens must be a sequence of integers"):
+        ContextParallel(offsets)
+
+
 # ---- The plan -----------------------------------------------------------------------------------------------------
 
 
