@@ -60,21 +60,22 @@ def _padded_fragments(visible: Tensor, q_length: int, q_offset: int | Tensor) ->
     return torch.stack((q_begin, q_end, k_begin + row * k_length, k_end + row * k_length)).to(torch.int32)
 
 
-def _packed_fragments(first: Tensor) -> Tensor:
+def _packed_fragments(first: Tensor, inside: Tensor | None = None) -> Tensor:
     """One fragment for each document of a pack: int32 [4, documents].
 
     Args:
         first: bool [B, S], the first token of every document; a row of the batch begins one.
+        inside: bool [B, S], the tokens that lie in a document, one run for each; default all.
     """
     first = first.flatten()
-    if torch.compiler.is_compiling():
-        # The number of documents may not depend on data here: as many fragments as tokens, the last ones empty.
-        rows = torch.arange(first.numel(), device=first.device)
-        document = first.cumsum(0) - 1
-        begin = torch.full_like(rows, first.numel()).scatter_reduce(0, document, rows, "amin")
-    else:
-        begin = first.nonzero().squeeze(1)
-    end = torch.cat((begin[1:], begin.new_full((1,), first.numel())))
+    inside = torch.ones_like(first) if inside is None else inside.flatten()
+    rows = torch.arange(first.numel(), device=first.device)
+    # In compiled code the number of documents may not depend on data: as many as tokens, the last ones empty.
+    documents = first.numel() if torch.compiler.is_compiling() else int(first.sum())
+    document = (first.cumsum(0) - 1).clamp(min=0)
+    begin = rows.new_full((documents,), first.numel())
+    begin = begin.scatter_reduce(0, document, torch.where(inside, rows, first.numel()), "amin")
+    end = begin + rows.new_zeros(documents).scatter_add(0, document, inside.to(rows.dtype))
     return torch.stack((begin, end, begin, end)).to(torch.int32)
 
 
@@ -178,31 +179,76 @@ def flash_msa_mask(
 
 
 class _Recent(threading.local):
-    """The last position_ids seen by this thread and the fragments found in them: the layers of a model share both."""
+    """What this thread found last in which tensors: the layers of a model are all given the same ones."""
 
     def __init__(self) -> None:
-        self.position_ids: weakref.ref[Tensor] | None = None
-        self.version = -1
-        self.fragments: Tensor | None = None
+        self.tensors: tuple[weakref.ref[Tensor], ...] = ()
+        self.key: tuple[Any, ...] | None = None
+        self.found: Any = None
 
 
 _recent = _Recent()
 
 
-def _position_fragments(position_ids: Tensor, batch: int) -> Tensor | None:
-    """Fragments of documents packed by position_ids [1 or B, S] that restart; None where each row is one document.
+def _once(look: Callable[..., Any], tensors: tuple[Tensor | None, ...], *sizes: int) -> Any:
+    """``look(*tensors, *sizes)``, which synchronises; so it is done once for the same tensors, not once for a layer."""
+    present = [x for x in tensors if x is not None]
+    if torch.compiler.is_compiling() or any(x.is_inference() for x in present):
+        return look(*tensors, *sizes)  # Inference tensors do not tell whether they were written to.
+    key = (look, sizes, tuple(None if x is None else x._version for x in tensors))
+    same = len(present) == len(_recent.tensors) and all(
+        seen() is x for seen, x in zip(_recent.tensors, present, strict=True)
+    )
+    if not same or key != _recent.key:
+        found = look(*tensors, *sizes)
+        _recent.tensors, _recent.key, _recent.found = tuple(map(weakref.ref, present)), key, found
+    return _recent.found
 
-    transformers looks for packed documents only where no cache is passed, and models make a cache unless told not to.
-    Looking synchronises; so it is done once for a tensor, not once for a layer.
+
+def _cut_at_restarts(
+    position_ids: Tensor, attention_mask: Tensor | None, batch: int, q_length: int, k_length: int
+) -> Tensor | None:
+    """The fragments of a mask (None: each row is one), cut where position_ids [1 or B, S] do not go on by one.
+
+    transformers looks for packed documents only where neither a cache nor a mask is passed, and models make a cache
+    unless told not to. Padding is no document: its positions tell nothing.
     """
-    seen = _recent.position_ids is not None and _recent.position_ids() is position_ids
-    if not seen or _recent.version != position_ids._version:
-        first = torch.ones_like(position_ids, dtype=torch.bool)
-        first[:, 1:] = position_ids.diff(dim=1) != 1
-        packed = bool(first[:, 1:].any())
-        _recent.fragments = _packed_fragments(first.expand(batch, -1)) if packed else None
-        _recent.position_ids, _recent.version = weakref.ref(position_ids), position_ids._version
-    return _recent.fragments
+    fragments = None if attention_mask is None else attention_mask[0, 0]
+    if torch.compiler.is_compiling() and fragments is not None and fragments.shape[1] == batch * q_length:
+        return fragments  # With a fragment for each token, transformers has found the documents already.
+    apart = torch.ones_like(position_ids, dtype=torch.bool)
+    apart[:, 1:] = position_ids.diff(dim=1) != 1
+    apart = apart.expand(batch, -1).flatten()
+    begins = torch.zeros(apart.numel() + 1, dtype=torch.bool, device=apart.device)
+    if fragments is None:
+        begins[:-1:q_length] = True
+        inside = torch.ones_like(apart)
+    else:
+        bounds = fragments[:2].to(apart.device, torch.long)
+        step = torch.ones_like(bounds[0])
+        edges = (
+            torch.zeros_like(begins, dtype=torch.long).scatter_add(0, bounds[0], step).scatter_add(0, bounds[1], -step)
+        )
+        begins = begins.index_fill(0, bounds[0], True)
+        inside = edges.cumsum(0)[:-1] > 0
+    begins = begins[:-1] & inside
+    restarts = apart & inside & ~begins
+    if q_length != k_length:
+        _require(
+            ~restarts.any(),
+            "position_ids restart, and there are more keys than queries; flashmsa takes packed documents whole, "
+            "without a static cache and without earlier keys in another one",
+        )
+        return fragments
+    if not torch.compiler.is_compiling() and not restarts.any():
+        return fragments
+    return _packed_fragments(restarts | begins, inside)
+
+
+def _covers_all_rows(attention_mask: Tensor, rows: int) -> Tensor:
+    """Whether every row lies in a fragment of the mask: a 0-dim bool tensor, on the host where there is data."""
+    covers = (attention_mask[0, 0, 1] - attention_mask[0, 0, 0]).sum() == rows
+    return covers if torch.compiler.is_compiling() else covers.cpu()
 
 
 # ---- The proxy loss -----------------------------------------------------------------------------------------------
@@ -399,35 +445,43 @@ def _pack(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1)
 
 
-def _fragments_of(
-    attention_mask: Tensor | None, position_ids: Tensor | None, batch: int, q_length: int, k_length: int
-) -> Tensor | None:
-    """What flash_msa_mask made, int32 [4, n], or what position_ids tell where it made nothing."""
-    if attention_mask is None:
-        if position_ids is None or position_ids.dim() != 2 or q_length != k_length or torch.compiler.is_compiling():
-            return None
-        return _position_fragments(position_ids, batch)
-    if attention_mask.dtype != torch.int32 or attention_mask.shape[:3] != (1, 1, 4):
+def _check_mask(attention_mask: Tensor | None) -> None:
+    if attention_mask is not None and (attention_mask.dtype != torch.int32 or attention_mask.shape[:3] != (1, 1, 4)):
         raise ValueError(
             f"attention_mask has shape {tuple(attention_mask.shape)} and type {attention_mask.dtype}; flashmsa takes "
             "[batch, tokens], 0 on padding, or none; not a mask over pairs of tokens"
         )
-    return attention_mask[0, 0]
+
+
+def _offsets_of_pack(
+    cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None, attention_mask: Tensor | None, query: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """The documents that cu_seq_lens_q and cu_seq_lens_k tell of, int32 [documents + 1] each; None without them."""
+    if cu_seq_lens_q is None and cu_seq_lens_k is None:
+        return None
+    if cu_seq_lens_q is None or cu_seq_lens_k is None:
+        missing = "cu_seq_lens_q" if cu_seq_lens_q is None else "cu_seq_lens_k"
+        raise ValueError(f"{missing} is missing; packed documents need cu_seq_lens_q and cu_seq_lens_k")
+    batch, _, q_length, _ = query.shape
+    if batch != 1:
+        raise ValueError(f"cu_seq_lens_q was given with a batch of {batch}; packed documents lie in one row")
+    if attention_mask is not None:
+        _require(
+            _once(_covers_all_rows, (attention_mask,), q_length),
+            "attention_mask has padding, and cu_seq_lens_q is given; leave out the mask, and let the last document of "
+            "cu_seq_lens_q and cu_seq_lens_k end where the padding begins",
+        )
+    return cu_seq_lens_q.to(query.device, torch.int32), cu_seq_lens_k.to(query.device, torch.int32)
 
 
 def _bounds(
-    fragments: Tensor | None,
-    cu_seq_lens_q: Tensor | None,
-    cu_seq_lens_k: Tensor | None,
-    query: Tensor,
-    key: Tensor,
+    attention_mask: Tensor | None, position_ids: Tensor | None, query: Tensor, key: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Fragments of queries and of keys as the library's functions take them: [n + 1] offsets or [2, n] bounds."""
     (batch, _, q_length, _), k_length, device = query.shape, key.shape[2], query.device
-    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
-        if batch != 1:
-            raise ValueError(f"cu_seq_lens_q was given with a batch of {batch}; packed documents lie in one row")
-        return cu_seq_lens_q.to(device, torch.int32), cu_seq_lens_k.to(device, torch.int32)
+    fragments = None if attention_mask is None else attention_mask[0, 0]
+    if position_ids is not None and position_ids.dim() == 2 and q_length > 1:
+        fragments = _once(_cut_at_restarts, (position_ids, attention_mask), batch, q_length, k_length)
     if fragments is not None:
         fragments = fragments.to(device)
         return fragments[:2], fragments[2:]
@@ -467,8 +521,9 @@ def flash_msa_attention(
         dropout: must be 0.
         is_causal: default ``module.is_causal``.
         block_indices: what the indexer returned.
-        position_ids: [1 or B, Sq]; where there is no mask, positions that restart mark packed documents.
-        cu_seq_lens_q, cu_seq_lens_k: int32 [documents + 1], packed documents in a batch of one row.
+        position_ids: [1 or B, Sq]; positions that do not go on by one mark packed documents, except within padding.
+        cu_seq_lens_q, cu_seq_lens_k: int32 [documents + 1], packed documents in a batch of one row. Rows behind the
+            last one are padding; a mask may not have any. position_ids are not looked at.
         context_parallel: the pack is spread over ranks, and the tensors hold the rows of this one, in a batch of one
             row. An argument of the model's forward, like the two before. It knows the documents; masks are ignored.
 
@@ -476,7 +531,8 @@ def flash_msa_attention(
         ``(out, None)``, out [B, Sq, Hq, D]. Rows of padding are 0.
 
     Raises:
-        ValueError: dropout, a sliding window, a mask over pairs, a selection instead of proxies.
+        ValueError: dropout, a sliding window, a mask over pairs, a selection instead of proxies, packed documents with
+            earlier keys in a cache, one of cu_seq_lens_q and cu_seq_lens_k alone, or both with a mask that has padding.
 
     Example:
         >>> import torch
@@ -501,8 +557,9 @@ def flash_msa_attention(
         return _attend_over_ranks(module, query, key, value, scaling, block_indices, context_parallel)
     batch, heads, q_length, dim = query.shape
     k_length = key.shape[2]
-    fragments = _fragments_of(attention_mask, position_ids, batch, q_length, k_length)
-    cu_q, cu_k = _bounds(fragments, cu_seq_lens_q, cu_seq_lens_k, query, key)
+    _check_mask(attention_mask)
+    packed = _offsets_of_pack(cu_seq_lens_q, cu_seq_lens_k, attention_mask, query)
+    cu_q, cu_k = packed or _bounds(attention_mask, position_ids, query, key)
     q, k, v = _pack(query), _pack(key), _pack(value)
     if block_indices is None:
         out, _ = ops.forward(q, k, v, None, cu_q, cu_k, k.shape[1], 0, 128, scaling or 0.0, k_length)
@@ -529,9 +586,10 @@ def flash_msa_attention(
         return_kl=True,
     )
     if proxy_loss is not None:
-        if cu_q.dim() == 2:
-            # The library's mean is over all rows; those of padding hold no loss.
-            kl = kl * (batch * q_length / (cu_q[1] - cu_q[0]).sum())
+        if packed or cu_q.dim() == 2:
+            # The library's mean is over all rows; those in no document hold no loss.
+            rows = cu_q[-1] - cu_q[0] if cu_q.dim() == 1 else (cu_q[1] - cu_q[0]).sum()
+            kl = kl * (batch * q_length / rows.clamp(min=1))
         proxy_loss._add(indexer.layer_idx, kl)
     return out.view(batch, q_length, heads, dim), None
 
@@ -570,6 +628,8 @@ def _attend_over_ranks(
         return_kl=True,
     )
     if proxy_loss is not None:
+        # As in flash_msa_attention: the mean is over the rows in documents.
+        kl = kl * (context.plan.total / max(context.plan.cu_seqlens[-1], 1))
         proxy_loss._add(indexer.layer_idx, kl)
     return out[None], None
 

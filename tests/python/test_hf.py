@@ -235,6 +235,25 @@ def test_compiles_to_one_graph() -> None:
         assert error(actual.get(name, actual.get(f"_orig_mod.{name}")), value) < 1e-6, name
 
 
+@pytest.mark.parametrize("mask", [None, "ones", "left", "right"])
+def test_compiled_code_packs_as_eager_code_does(mask: str | None) -> None:
+    """With the model's own cache, where transformers does not look for documents."""
+    model = twin(make_model((SPARSE,), last_mlp="dense")).eval()
+    ids, positions = tokens(1, 150), torch.cat((torch.arange(60), torch.arange(90)))[None]
+    kwargs: dict[str, Any] = {"position_ids": positions}
+    visible = torch.ones(1, 150, dtype=torch.long)
+    if mask is not None:
+        visible[0, {"ones": slice(0), "left": slice(7), "right": slice(140, 150)}[mask]] = 0
+        kwargs["attention_mask"] = visible
+    with torch.no_grad():
+        expected = model(ids, **kwargs).logits[visible.bool()]
+        actual = torch.compile(model, backend="eager", fullgraph=True)(ids, **kwargs).logits[visible.bool()]
+        ends = torch.tensor([0, 150], dtype=torch.int32)
+        together = model(ids, position_ids=positions, cu_seq_lens_q=ends, cu_seq_lens_k=ends).logits[visible.bool()]
+    assert error(actual, expected) < 1e-6
+    assert error(actual, together) > 1e-2
+
+
 # ---- Which tokens see each other ----------------------------------------------------------------------------------
 
 
@@ -280,6 +299,69 @@ def test_packed_documents_equal_each_alone(how: str, use_cache: bool, device: st
         logits = model(torch.cat(documents, dim=1), use_cache=use_cache, **kwargs).logits
         alone = torch.cat([model(document).logits for document in documents], dim=1)
     assert error(logits, alone) < 2e-5
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_packed_documents_with_padding_equal_each_alone(side: str, use_cache: bool, device: str) -> None:
+    """Whatever the positions of padding are."""
+    model = twin(make_model(device=device))
+    ids, mask, positions = (torch.zeros(3, 300, dtype=torch.long, device=device) for _ in range(3))
+    rows = [[1, 130, 64], [205], [299, 1]]
+    documents = [[tokens(1, length, device=device) for length in row] for row in rows]
+    for i, row in enumerate(rows):
+        where = slice(300 - sum(row), 300) if side == "left" else slice(0, sum(row))
+        ids[i, where], mask[i, where] = torch.cat(documents[i], dim=1)[0], 1
+        positions[i, where] = torch.cat([torch.arange(length, device=device) for length in row])
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask, position_ids=positions, use_cache=use_cache).logits
+        for i, row_documents in enumerate(documents):
+            alone = torch.cat([model(document).logits[0] for document in row_documents])
+            assert error(logits[i][mask[i].bool()], alone) < 2e-5
+
+
+def test_packed_documents_in_inference_mode() -> None:
+    model = twin(make_model())
+    ids = tokens(1, 150)
+    with torch.inference_mode():
+        positions = torch.cat((torch.arange(60), torch.arange(90)))[None]
+        logits = model(ids, position_ids=positions).logits
+        alone = torch.cat((model(ids[:, :60]).logits, model(ids[:, 60:]).logits), dim=1)
+    assert error(logits, alone) < 2e-5
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_packed_documents_with_a_static_cache_are_refused(compiled: bool) -> None:
+    from transformers import StaticCache
+
+    model, ids = twin(make_model((SPARSE,), last_mlp="dense")).eval(), tokens(1, 100)
+    positions = torch.cat((torch.arange(60), torch.arange(40)))[None]
+    run: Any = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    with torch.no_grad():
+        run(ids, past_key_values=StaticCache(model.config, max_cache_len=120))
+        with pytest.raises(RuntimeError if compiled else ValueError, match="position_ids restart"):
+            run(ids, position_ids=positions, past_key_values=StaticCache(model.config, max_cache_len=120))
+
+
+@pytest.mark.parametrize("given", ["cu_seq_lens_q", "cu_seq_lens_k"])
+def test_one_of_the_two_offsets_is_refused(given: str) -> None:
+    with pytest.raises(ValueError, match=r"cu_seq_lens_. is missing"):
+        twin(make_model())(tokens(1, 100), **{given: torch.tensor([0, 60, 100], dtype=torch.int32)})
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_padding_besides_offsets_is_refused(use_cache: bool) -> None:
+    """A mask of ones says nothing that the offsets do not; neither do positions, from which transformers makes one."""
+    model, ids, mask = twin(make_model()), tokens(1, 100), torch.ones(1, 100, dtype=torch.long)
+    ends = torch.tensor([0, 60, 100], dtype=torch.int32)
+    positions = torch.cat((torch.arange(60), torch.arange(40)))[None]
+    kwargs: dict[str, Any] = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "use_cache": use_cache}
+    kwargs["position_ids"] = positions
+    with torch.no_grad():
+        assert torch.equal(model(ids, attention_mask=mask, **kwargs).logits, model(ids, **kwargs).logits)
+        mask[0, 90:] = 0
+        with pytest.raises(ValueError, match="attention_mask has padding"):
+            model(ids, attention_mask=mask, **kwargs)
 
 
 def test_mask_function_of_packed_documents() -> None:
@@ -454,6 +536,32 @@ def test_proxy_loss_of_a_padded_batch_counts_its_tokens_alone() -> None:
     ids[:, :200] = row
     model(ids, attention_mask=(ids > 0).long())
     torch.testing.assert_close(proxy.layers[0], alone, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("over_ranks", [False, True])
+def test_proxy_loss_counts_no_rows_behind_a_pack(over_ranks: bool) -> None:
+    from flashmsa.context_parallel import ContextParallel, make_plan
+
+    model = twin(make_model((SPARSE,)))
+    proxy = flashmsa.hf.enable_proxy_loss(model)
+    ids, positions = tokens(1, 300), torch.cat((torch.arange(150), torch.arange(50), torch.arange(100)))[None]
+    model(ids[:, :200], position_ids=positions[:, :200])
+    alone = proxy.layers[0]
+    if over_ranks:
+        context = ContextParallel(make_plan([0, 150, 200], 1, total=300))
+        shards = context.shard(ids, 1), context.shard(positions, 1)
+        model(shards[0], position_ids=shards[1], use_cache=False, context_parallel=context)
+    else:
+        ends = torch.tensor([0, 150, 200], dtype=torch.int32)
+        model(ids, position_ids=positions, cu_seq_lens_q=ends, cu_seq_lens_k=ends)
+    torch.testing.assert_close(proxy.layers[0], alone, rtol=1e-5, atol=0)
+
+
+def test_proxy_loss_of_nothing_but_padding_is_0() -> None:
+    model = twin(make_model((SPARSE,)))
+    proxy = flashmsa.hf.enable_proxy_loss(model)
+    model(tokens(1, 100), attention_mask=torch.zeros(1, 100, dtype=torch.long))
+    assert proxy.layers[0] == 0
 
 
 def test_proxy_loss_shares_a_step_as_the_trainer_does() -> None:
