@@ -61,6 +61,13 @@ def _set_output(tensors: array[int], field: int, name: str, x: torch.Tensor) -> 
         tensors[field + 1], tensors[field + 2] = token_strides(name, x)
 
 
+def _set_lse(tensors: array[int], lse: torch.Tensor) -> None:
+    """Enters an lse [heads, tokens] with any strides."""
+    tensors[LSE] = lse.data_ptr()
+    if not lse.is_contiguous():
+        tensors[LSE + 1], tensors[LSE + 2] = lse.stride(1), lse.stride(0)
+
+
 def _check_schedule(schedule: torch.Tensor | None, plan: Plan, options: Options) -> None:
     if options.dense and schedule is not None:
         raise ValueError("schedule was given with top_k 0; dense attention has none")
@@ -68,6 +75,39 @@ def _check_schedule(schedule: torch.Tensor | None, plan: Plan, options: Options)
         raise ValueError(f"schedule is missing; top_k {options.top_k} needs one (top_k 0 means dense attention)")
     if schedule is not None and (schedule.dtype != torch.uint8 or schedule.device != plan.geometry.device):
         raise TypeError(f"schedule is {schedule.dtype} on {schedule.device}; it must be what `schedule` returned")
+    if schedule is not None and not (schedule.dim() == 1 and schedule.is_contiguous()):
+        raise ValueError(
+            f"schedule has shape {tuple(schedule.shape)} and strides {schedule.stride()}; it must be what `schedule` "
+            "returned"
+        )
+
+
+def check_forward_results(
+    plan: Plan,
+    options: Options,
+    lse: torch.Tensor,
+    schedule: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+    dout: torch.Tensor | None = None,
+) -> None:
+    """Checks what a caller hands to a backward pass of packed tensors. The autograd node holds its own results, and
+    has no need of this."""
+    g = plan.geometry
+    _check_schedule(schedule, plan, options)
+    shape = (g.total_q, g.heads, g.head_dim)
+    for name, x, dtype, expected in (
+        ("out", out, g.dtype, shape),
+        ("dout", dout, g.dtype, shape),
+        ("lse", lse, plan.real, (g.heads, g.total_q)),
+    ):
+        if x is None:
+            continue
+        if x.dtype != dtype:
+            raise TypeError(f"{name} is {x.dtype}; it must be {dtype}")
+        if x.device != g.device:
+            raise ValueError(f"{name} is on {x.device}; it must be on {g.device}, where q is")
+        if tuple(x.shape) != expected:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {expected}")
 
 
 def _check_real(name: str, x: torch.Tensor, plan: Plan) -> torch.Tensor:
@@ -115,6 +155,8 @@ def attention(
     """Selection and schedule unless they are given, forward pass and, if asked, the KL value."""
     plan = plan_of(q_proxy, k_proxy, q, k, v, cu_seqlens_q, cu_seqlens_k, options)
     tensors = plan.tensors(q_proxy, k_proxy, q, k, v)
+    if options.dense and block_indices is not None:
+        raise ValueError("block_indices was given with top_k 0; dense attention has no selection")
     operations: tuple[int, ...] = (_library.FORWARD, _library.PROXY_LOSS) if with_kl else (_library.FORWARD,)
     if schedule is None and not options.dense:
         operations = (_library.SCHEDULE, *operations)
@@ -194,7 +236,7 @@ def gradients(
         operation = _library.BACKWARD
         wanted = Wanted(wanted.q, wanted.k, wanted.v, False, False)
     tensors = plan.tensors(q_proxy, k_proxy, q, k, v)
-    tensors[LSE] = lse.data_ptr()
+    _set_lse(tensors, lse)
     if schedule is not None:
         tensors[SCHEDULE], tensors[SCHEDULE_BYTES] = schedule.data_ptr(), schedule.numel()
     if out is not None:

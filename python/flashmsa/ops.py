@@ -78,6 +78,19 @@ def _real(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def _check_packed(name: str, x: Tensor) -> None:
+    """Refuses a batch. The others of a call are compared with this one."""
+    if x.dim() != 3:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be [tokens, heads, dim]")
+
+
+def _check_indices(block_indices: Tensor) -> None:
+    if block_indices.dim() != 3:
+        raise ValueError(
+            f"block_indices has shape {tuple(block_indices.shape)}; it must be [proxy heads, tokens, top_k]"
+        )
+
+
 def _schedule_for(
     schedule: Tensor | None,
     block_indices: Tensor | None,
@@ -90,6 +103,7 @@ def _schedule_for(
     """The schedule that was given, or one made for this call alone."""
     if schedule is not None or block_indices is None:
         return schedule
+    _check_indices(block_indices)
     return _kernels.schedule(block_indices, q, k, cu_seqlens_q, cu_seqlens_k, options)
 
 
@@ -117,6 +131,7 @@ def select(
     """Block indices, int32 [Hp, Tq, top_k]: for each proxy head and token the blocks of `block_size` keys with the
     greatest max-pooled proxy scores, among them the `local_blocks` newest and `init_blocks` first; ascending, then -1.
     `fp8` scores in FP8 E4M3 where the card has it."""
+    _check_packed("q_proxy", q_proxy)
     options = Options(
         top_k, block_size, local_blocks, init_blocks, 0.0, proxy_scale, max_seqlen_k, 0, _flags(False, False, fp8)
     )
@@ -143,6 +158,8 @@ def schedule(
 ) -> Tensor:
     """The reverse index of a selection, opaque uint8: which tokens chose each key block. Of q and k only the shapes
     are used. block_indices may come from elsewhere: any order, distinct in a row, -1 anywhere."""
+    _check_packed("q", q)
+    _check_indices(block_indices)
     options = Options(block_indices.shape[2], block_size, max_seqlen_k=max_seqlen_k)
     return _kernels.schedule(block_indices, q, k, cu_seqlens_q, cu_seqlens_k, options)
 
@@ -178,6 +195,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """out [Tq, Hq, D] and lse [Hq, Tq], the natural logarithm of each row's sum of exponentials. Gradients flow to q,
     k and v from out."""
+    _check_packed("q", q)
     options = Options(
         top_k, block_size, softmax_scale=softmax_scale, max_seqlen_k=max_seqlen_k, flags=_flags(deterministic)
     )
@@ -216,6 +234,7 @@ def attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out [Tq, Hq, D], kl [] and lse [Hq, Tq]. Gradients flow to q, k and v from out, and to the proxies from kl.
     Without `kl_value`, kl is 0 and only carries the gradient: that saves a pass over the selected blocks."""
+    _check_packed("q", q)
     options = Options(
         top_k, block_size, 1, 0, softmax_scale, proxy_scale, max_seqlen_k, kl_count, _flags(deterministic)
     )
@@ -267,8 +286,10 @@ def proxy_loss(
     are empty and their work is skipped. `fp32_kv_grads` returns dk_proxy in fp32, for sums over ranks."""
     flags = _flags(deterministic, fp32_kv_grads)
     options = Options(top_k, block_size, 1, 0, softmax_scale, proxy_scale, max_seqlen_k, kl_count, flags)
+    _check_packed("q", q)
     plan = plan_of(q_proxy, k_proxy, q, k, None, cu_seqlens_q, cu_seqlens_k, options)
     schedule = _schedule_for(schedule, block_indices, q, k, cu_seqlens_q, cu_seqlens_k, options)
+    _kernels.check_forward_results(plan, options, lse, schedule)
     wanted = Wanted(q_proxy=gradients, k_proxy=gradients)
     result = _kernels.gradients(
         plan,
@@ -351,8 +372,10 @@ def backward(
     """dq [Tq, Hq, D], dk and dv [Tk, Hkv, D]; the latter two in fp32 with `fp32_kv_grads`."""
     flags = _flags(deterministic, fp32_kv_grads)
     options = Options(top_k, block_size, softmax_scale=softmax_scale, max_seqlen_k=max_seqlen_k, flags=flags)
+    _check_packed("q", q)
     plan = plan_of(None, None, q, k, v, cu_seqlens_q, cu_seqlens_k, options, proxy_heads)
     schedule = _schedule_for(schedule, block_indices, q, k, cu_seqlens_q, cu_seqlens_k, options)
+    _kernels.check_forward_results(plan, options, lse, schedule, out, dout)
     dout = _kernels.readable_gradient(dout, q)
     result = _kernels.gradients(
         plan, None, None, q, k, v, out, lse, schedule, cu_seqlens_q, cu_seqlens_k, dout, None, Wanted(), False, False
@@ -418,8 +441,10 @@ def backward_with_proxy(
     fp32 with `fp32_kv_grads`."""
     flags = _flags(deterministic, fp32_kv_grads)
     options = Options(top_k, block_size, 1, 0, softmax_scale, proxy_scale, max_seqlen_k, kl_count, flags)
+    _check_packed("q", q)
     plan = plan_of(q_proxy, k_proxy, q, k, v, cu_seqlens_q, cu_seqlens_k, options)
     schedule = _schedule_for(schedule, block_indices, q, k, cu_seqlens_q, cu_seqlens_k, options)
+    _kernels.check_forward_results(plan, options, lse, schedule, out, dout)
     dout = _kernels.readable_gradient(dout, q)
     result = _kernels.gradients(
         plan,

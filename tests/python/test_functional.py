@@ -196,6 +196,13 @@ def test_own_block_indices(device):
     assert torch.equal(varlen(x, 3, block_indices=wide[:, 30:370], deterministic=True), expected)
 
 
+def test_dense_attention_refuses_block_indices(device):
+    x = make_inputs([70], device=device)
+    indices = flashmsa.ops.select(x.q_proxy, x.k_proxy, x.cu, x.cu, 1, BLOCK)
+    with pytest.raises(ValueError, match="block_indices was given with top_k 0"):
+        varlen(x, 0, block_indices=indices)
+
+
 def test_fragments_with_begins_and_ends(device):
     """Chunks of one document, as a context-parallel rank has them, are fragments that begin at one key."""
     x = make_inputs([256], device=device)

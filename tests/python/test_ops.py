@@ -119,3 +119,57 @@ def test_compile_batched(device):
         return flashmsa.flash_msa_func(*batched, TOP_K * BLOCK, 0.125, block_size=BLOCK, kl_value=False)
 
     assert_compiles(step, device, [[120], [210], [300]])
+
+
+@pytest.mark.parametrize("name", ["proxy_loss", "backward", "backward_with_proxy"])
+def test_results_handed_to_a_backward_pass_are_checked(device, name):
+    """out, dout, lse and schedule of another type or shape are refused, and lse may have any strides."""
+    calls = samples(device)
+    operator = getattr(OPS, name).default
+    arguments = calls[name]
+    expected = operator(*arguments)
+    lse_at = next(i for i, a in enumerate(arguments) if isinstance(a, torch.Tensor) and a.dim() == 2)
+    schedule_at = lse_at + 1
+
+    def call(at, changed):
+        return operator(*arguments[:at], changed, *arguments[at + 1 :])
+
+    lse, schedule = arguments[lse_at], arguments[schedule_at]
+    for mine, theirs in zip(call(lse_at, lse.T.contiguous().T), expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    places = [lse_at] if name == "proxy_loss" else [lse_at, 0, lse_at - 1]  # dout comes first, out before lse
+    for at in places:
+        for dtype in (torch.float64, torch.bfloat16):
+            with pytest.raises(TypeError, match=r"it must be torch\.float32"):
+                call(at, arguments[at].to(dtype))
+        for wrong in (arguments[at][:1], arguments[at][None]):
+            with pytest.raises(ValueError, match="has shape"):
+                call(at, wrong)
+    with pytest.raises(TypeError, match="schedule"):
+        call(schedule_at, schedule.float())
+    with pytest.raises(ValueError, match="schedule"):
+        call(schedule_at, torch.stack([schedule, schedule], 1)[:, 0])
+    with pytest.raises(ValueError, match="schedule is missing"):
+        call(schedule_at, None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_operators_refuse_batches(device, name):
+    """The operators are for packed tensors; a batch of one is refused as one of many is."""
+    arguments = samples(device)[name]
+    batched = [
+        a[None].transpose(1, 2) if isinstance(a, torch.Tensor) and a.dim() == 3 and a.is_floating_point() else a
+        for a in arguments
+    ]
+    with pytest.raises(ValueError, match=r"it must be \[tokens, heads, dim\]"):
+        getattr(OPS, name).default(*batched)
+
+
+def test_a_selection_of_another_shape_is_refused(device):
+    calls = samples(device)
+    indices, *rest = calls["schedule"]
+    for wrong in (indices[0], indices[0, 0, 0], indices[None]):
+        with pytest.raises(ValueError, match="block_indices has shape"):
+            ops.schedule(wrong, *rest)
+        with pytest.raises(ValueError, match="block_indices has shape"):
+            OPS.proxy_loss.default(*by_indices(calls)["proxy_loss"][:-1], wrong)
