@@ -28,6 +28,29 @@ class Call(NamedTuple):
     kl_metric: torch.Tensor | None
 
 
+class _NoSecondGradients(torch.autograd.Function):
+    """Passes gradients on, and refuses to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return gradients
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        raise RuntimeError("flashmsa's gradients have no gradients: attention can be differentiated only once")
+
+
+def _refuse_second_gradients(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    """The same gradients, as ones whose own gradients are an error: these depend on q, k, v and the proxies in ways
+    that nobody recorded. PyTorch's once_differentiable lets them pass for constants wherever the incoming gradient is
+    one."""
+    for x in gradients:
+        if x is not None:
+            x.requires_grad_()
+    results: tuple[torch.Tensor | None, ...] = _NoSecondGradients.apply(*gradients)
+    return results
+
+
 class AttentionFunction(torch.autograd.Function):
     """(q_proxy, k_proxy, q, k, v) -> (out, and kl and lse where the call returns them).
 
@@ -73,7 +96,9 @@ class AttentionFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         grad_kl = grads[1] if ctx.returns_kl else None
         if torch.is_grad_enabled():
-            return _backward_once(ctx, grads[0], grad_kl)
+            with torch.no_grad():
+                gradients = _backward(ctx, grads[0], grad_kl)
+            return _refuse_second_gradients(gradients)
         return _backward(ctx, grads[0], grad_kl)
 
 
@@ -111,7 +136,3 @@ def _backward(ctx: Any, dout: torch.Tensor | None, grad_kl: torch.Tensor | None)
     if ctx.kl_metric is not None:
         ctx.kl_metric.copy_(kl)
     return dq_proxy, dk_proxy, dq, dk, dv, None
-
-
-# The gradients of these gradients do not exist; asking for them is an error, and costs the others a wrapper.
-_backward_once = torch.autograd.function.once_differentiable(_backward)
