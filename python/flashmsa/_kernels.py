@@ -252,7 +252,7 @@ def gradients(
         if is_wanted:
             x = plan.empty(field)
             tensors[field] = x.data_ptr()
-        results.append(x.transpose(1, 2) if x is not None and plan.geometry.batch else x)
+        results.append(x.transpose(1, 2) if x is not None and plan.geometry.batch is not None else x)
     kl = None
     if with_kl:
         kl = plan.empty(KL)

@@ -47,8 +47,7 @@ class Options(NamedTuple):
 class Geometry(NamedTuple):
     """The shapes of a call, and where it runs."""
 
-    batch: int  # 0 for packed tensors
-
+    batch: tuple[int, int, int] | None  # rows, and the query and key tokens of each; None for packed tensors
     dtype: torch.dtype
     device: torch.device
     heads: int
@@ -62,12 +61,25 @@ class Geometry(NamedTuple):
     fragments: int
 
 
+def _check_range(geometry: Geometry, options: Options) -> None:
+    """Refuses integers that fmsa_config cannot hold, which ctypes would cut."""
+    for value in (geometry, options):
+        for name, number in value._asdict().items():
+            bits = 64 if name in _WIDE else 32
+            if isinstance(number, int) and not -(2 ** (bits - 1)) <= number < 2 ** (bits - 1):
+                raise ValueError(f"{name} is {number}; it must fit in {bits} bits")
+
+
+_WIDE = ("kl_count", "max_seqlen_k", "total_q", "total_k", "fragments")
+
+
 class Plan:
     """One geometry with one set of options."""
 
     def __init__(self, geometry: Geometry, options: Options) -> None:
         if geometry.dtype not in DTYPES:
             raise TypeError(f"q has dtype {geometry.dtype}; it must be one of {', '.join(map(str, DTYPES))}")
+        _check_range(geometry, options)
         config = _library.new_config()
         if geometry.device.type == "cuda":
             config.device, config.device_index = _library.DEVICE_CUDA, geometry.device.index
@@ -181,11 +193,12 @@ class Plan:
             heads, dim = (g.proxy_heads, g.proxy_head_dim) if result == DQ_PROXY else (g.heads, g.head_dim)
             tokens = g.total_q
             dtype = g.dtype
-        if not g.batch:
+        if g.batch is None:
             return (tokens, heads, dim), dtype
+        rows, queries, keys = g.batch
         if result == OUT:
-            return (g.batch, tokens // g.batch, heads * dim), dtype
-        return (g.batch, tokens // g.batch, heads, dim), dtype
+            return (rows, queries, heads * dim), dtype
+        return (rows, keys if result in (DK, DV, DK_PROXY) else queries, heads, dim), dtype
 
     def config(self, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> bytes:
         """The configuration for the current stream and these fragments."""
@@ -370,7 +383,7 @@ def _geometry(
     if q_proxy is not None:
         proxy_heads = _packed_shape(q_proxy)[1]
     return Geometry(
-        batch=query.shape[0] if query.dim() == 4 else 0,
+        batch=(query.shape[0], query.shape[2], key.shape[2]) if query.dim() == 4 else None,
         dtype=reference.dtype,
         device=reference.device,
         heads=query_heads,

@@ -153,6 +153,8 @@ def flash_msa_func(
         >>> out.shape, q.grad.shape
         (torch.Size([1, 64, 128]), torch.Size([1, 4, 64, 32]))
     """
+    if block_size <= 0:
+        raise ValueError(f"block_size is {block_size}; it must be positive")
     if top_k <= 0 or top_k % block_size != 0:
         raise ValueError(f"top_k is {top_k}; it counts tokens and must be a positive multiple of {block_size}")
     return _batched(
@@ -246,7 +248,12 @@ def _attend(q_proxy: Tensor, k_proxy: Tensor, q: Tensor, k: Tensor, v: Tensor, c
     something traces the call."""
     if not isinstance(q, Tensor):
         raise TypeError(f"q is {type(q).__name__}; it must be a tensor")
+    if k is None or v is None or q_proxy is None or k_proxy is None:
+        missing = next(n for n, x in (("k", k), ("v", v), ("q_proxy", q_proxy), ("k_proxy", k_proxy)) if x is None)
+        raise TypeError(f"{missing} is None; it must be a tensor")
     metric = call.kl_metric
+    if metric is not None and not isinstance(metric, Tensor):
+        raise TypeError(f"kl_metric is {type(metric).__name__}; it must be a 0-dim float32 tensor")
     if metric is not None and (metric.dim() != 0 or metric.dtype != torch.float32):
         raise TypeError(
             f"kl_metric is {metric.dtype} of shape {tuple(metric.shape)}; it must be a 0-dim float32 tensor"
@@ -326,6 +333,8 @@ def document_offsets(document_list: Tensor, batch: int, tokens: int) -> Tensor:
         >>> flashmsa.document_offsets(torch.tensor([[7, 7, 9], [9, 9, 9]]), 2, 3)
         tensor([0, 2, 3, 6], dtype=torch.int32)
     """
+    if not isinstance(document_list, Tensor):
+        raise TypeError(f"document_list is {type(document_list).__name__}; it must be a tensor of integers")
     if tuple(document_list.shape) != (batch, tokens):
         raise ValueError(f"document_list has shape {tuple(document_list.shape)}; it must be {(batch, tokens)}")
     if document_list.is_floating_point():
@@ -343,7 +352,7 @@ _MOST_OFFSETS = 1024
 def _batch_offsets(batch: int, tokens: int, device: torch.device) -> Tensor:
     """cu_seqlens of a batch of equal lengths: made once for each stream, on which it is then used."""
     if torch.compiler.is_compiling():
-        return torch.arange(0, (batch + 1) * tokens, max(tokens, 1), dtype=torch.int32, device=device)[: batch + 1]
+        return torch.arange(batch + 1, dtype=torch.int32, device=device) * tokens
     on_cuda = device.type == "cuda"
     key = (batch, tokens, device, current_stream(device.index) if on_cuda else 0)
     offsets = _offsets.get(key)

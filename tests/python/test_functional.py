@@ -329,10 +329,20 @@ def test_deterministic_algorithms_are_honoured(device, monkeypatch):
 
 
 def test_double_backward_is_refused():
-    x = make_inputs([40], device="cpu")
-    (grad,) = torch.autograd.grad(varlen(x, 1).square().sum(), x.q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+    """Also where the incoming gradient is a constant, and for a batch."""
+    x = make_inputs([40])
+    batched = [t.detach()[None].transpose(1, 2).requires_grad_() for t in x.leaves()]
+    for out, q in (
+        (varlen(x, 1).square(), x.q),
+        (varlen(x, 1), x.q),
+        (flashmsa.flash_msa_func(*batched, 64, 0.125, block_size=BLOCK)[0], batched[2]),
+        (flashmsa.flash_msa_func(*batched, 64, 0.125, block_size=BLOCK)[1], batched[0]),
+    ):
+        (expected,) = torch.autograd.grad(out.sum(), q, retain_graph=True)
+        (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+        assert torch.equal(grad, expected)
+        with pytest.raises(RuntimeError, match="differentiated only once"):
+            grad.square().sum().backward()
 
 
 def test_strided_offsets_are_refused_at_every_call():
@@ -357,3 +367,55 @@ def test_empty_call(device):
     assert lse.shape == (4, 0)
     (out.sum() + kl).backward()
     assert x.q.grad.shape == x.q.shape
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (2, 0), (0, 0)])
+def test_empty_batch(device, shape):
+    """A batch without rows or without tokens has results and gradients of its shape."""
+    batch, tokens = shape
+    leaves = [torch.randn(batch, h, tokens, 64, device=device, requires_grad=True) for h in (2, 1, 4, 2, 2)]
+    out, kl = flashmsa.flash_msa_func(*leaves, 128, 0.2, block_size=BLOCK)
+    assert out.shape == (batch, tokens, 4 * 64)
+    (out.sum() + kl).backward()
+    assert all(x.grad.shape == x.shape for x in leaves)
+
+
+@pytest.mark.parametrize("name", ["block_size", "local_blocks", "init_blocks", "top_k", "max_seqlen_k", "kl_count"])
+def test_integers_out_of_range_are_refused(name):
+    """They are not cut to the bits that the library has for them."""
+    x = make_inputs([70])
+    big = 2**64 + 64 if name in ("max_seqlen_k", "kl_count") else 2**32 + 64
+    options = {"block_size": BLOCK, "top_k_blocks": 1, "max_seqlen_k": 70}
+    options["top_k_blocks" if name == "top_k" else name] = big
+    with pytest.raises(ValueError, match=f"{name} is {big}; it must fit in"):
+        flashmsa.flash_msa_varlen_func(x.q, x.k, x.v, x.q_proxy, x.k_proxy, x.cu, x.cu, 70, **options)
+
+
+def test_a_block_size_of_zero_is_refused():
+    x = make_inputs([70])
+    batched = [t.detach()[None].transpose(1, 2) for t in x.leaves()]
+    with pytest.raises(ValueError, match="block_size is 0"):
+        flashmsa.flash_msa_func(*batched, 128, 0.125, block_size=0)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "q_proxy", "k_proxy"])
+@pytest.mark.parametrize("value", [None, [1.0]])
+def test_what_is_no_tensor_is_a_type_error(name, value):
+    x = make_inputs([70])
+    flashmsa.ops.proxy_loss(
+        x.q_proxy, x.k_proxy, x.q, x.k, torch.zeros(4, 70), None, None, x.cu, x.cu, 0, 128, max_seqlen_k=70
+    )
+    given = {"q": x.q, "k": x.k, "v": x.v, "q_proxy": x.q_proxy, "k_proxy": x.k_proxy, name: value}
+    with pytest.raises(TypeError, match=f"^{name} is"):
+        flashmsa.flash_msa_varlen_func(
+            **given, cu_seqlens_q=x.cu, cu_seqlens_k=x.cu, max_seqlen_q=70, max_seqlen_k=70, top_k_blocks=0
+        )
+
+
+def test_metrics_and_documents_that_are_no_tensors_are_type_errors():
+    x = make_inputs([70])
+    batched = [t.detach()[None].transpose(1, 2) for t in x.leaves()]
+    with pytest.raises(TypeError, match="kl_metric is float"):
+        varlen(x, 1, kl_metric=0.0)
+    with pytest.raises(TypeError, match="document_list is list"):
+        flashmsa.flash_msa_func(*batched, 128, 0.125, [[0] * 70])

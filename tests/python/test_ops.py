@@ -173,3 +173,21 @@ def test_a_selection_of_another_shape_is_refused(device):
             ops.schedule(wrong, *rest)
         with pytest.raises(ValueError, match="block_indices has shape"):
             OPS.proxy_loss.default(*by_indices(calls)["proxy_loss"][:-1], wrong)
+
+
+def test_compile_without_tokens(device):
+    """A batch of sequences of no tokens, after one with some."""
+    compiled = torch.compile(
+        lambda *x: flashmsa.flash_msa_func(*x, 128, 0.2, block_size=BLOCK),
+        backend="aot_eager",
+        fullgraph=True,
+        dynamic=True,
+    )
+    for tokens in (40, 0):
+        leaves = [torch.randn(2, h, tokens, 64, device=device, requires_grad=True) for h in (2, 1, 4, 2, 2)]
+        out, kl = compiled(*leaves)
+        expected, expected_kl = flashmsa.flash_msa_func(*leaves, 128, 0.2, block_size=BLOCK)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(kl, expected_kl)
+        (out.sum() + kl).backward()
+        assert all(x.grad.shape == x.shape for x in leaves)
