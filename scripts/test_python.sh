@@ -10,7 +10,7 @@ python=$venv/bin/python
 [ -x "$python" ] || python3 -m venv "$venv"
 "$python" -m pip install --quiet "${TORCH:-torch==2.13.0}" numpy 'pytest>=8' 'transformers>=5.17,<6'
 "$python" -m pip install --quiet --force-reinstall --no-deps . \
-    -C build-dir=build/python/wheel -C cmake.define.FLASHMSA_CUDA=OFF
+    --config-settings=build-dir=build/python/wheel --config-settings=cmake.define.FLASHMSA_CUDA=OFF
 # Waiting threads sleep: PyTorch and the library each have threads of their own.
 unset PYTHONPATH FLASHMSA_LIBRARY
 OMP_WAIT_POLICY=passive "$python" -m pytest -q --durations=5 "$@"

@@ -15,8 +15,8 @@ folder=build/torch
 mkdir -p "$folder"
 wheel=${WHEEL:-}
 if [ -z "$wheel" ]; then
-    python3 -m pip wheel --quiet --no-deps --wheel-dir "$folder" . -C build-dir=build/python/wheel \
-        -C cmake.define.FLASHMSA_CUDA=OFF
+    python3 -m pip wheel --quiet --no-deps --wheel-dir "$folder" . \
+        --config-settings=build-dir=build/python/wheel --config-settings=cmake.define.FLASHMSA_CUDA=OFF
     wheel=$(ls -t "$folder"/flashmsa-*.whl | head -1)
 fi
 echo "Wheel: $(basename "$wheel") $(sha256sum "$wheel" | cut -c1-16)"
