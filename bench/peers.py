@@ -133,9 +133,9 @@ PEERS: dict[str, Callable[[Shape], tuple[Pass, Pass]]] = {
 
 
 def turn(forward: Pass, backward: Pass, seconds: float) -> list[tuple[float, float]]:
-    """Milliseconds of forward and backward of the second half of a turn."""
+    """Milliseconds of forward and backward of the second half of a turn of two steps or more."""
     events, start = [], time.monotonic()
-    while time.monotonic() - start < seconds or len(events) < 4:
+    while time.monotonic() - start < seconds or len(events) < 2:
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
         marks[0].record()
         forward()
