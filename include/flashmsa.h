@@ -236,7 +236,9 @@ FMSA_API fmsa_status fmsa_backward(const fmsa_config *config, const fmsa_tensors
                                    size_t workspace_bytes);
 
 /* The inputs of fmsa_backward and fmsa_proxy_loss -> dq, dk, dv, dq_proxy, dk_proxy, kl, each optional. The CPU
- * and the Hopper kernels compute the main probabilities once for both; the portable CUDA kernels once for each. */
+ * and the Hopper kernels compute the main probabilities once for both; the portable CUDA kernels once for each. Hopper
+ * takes the teacher from probabilities rounded to 16 bits: kl is off by about (1 + kl) u / sqrt(Tq * Hp), u = 2^-8 or
+ * 2^-11. */
 FMSA_API fmsa_status fmsa_backward_with_proxy(const fmsa_config *config, const fmsa_tensors *tensors, void *workspace,
                                               size_t workspace_bytes);
 
