@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 
 from . import _kernels
-from ._kernels import Wanted
 from ._plan import Options, packable
 
 
@@ -28,27 +27,35 @@ class Call(NamedTuple):
     kl_metric: torch.Tensor | None
 
 
-class _NoSecondGradients(torch.autograd.Function):
-    """Passes gradients on, and refuses to be differentiated."""
+NO_FORWARD_MODE = "flashmsa has no forward-mode derivatives (jvp, jacfwd, hessian); use grad, vjp or jacrev"
+
+
+class _OnlyOnce(torch.autograd.Function):
+    """The first `count` tensors as they are, but as functions of all of them whose derivative is an error."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return gradients
+    def forward(count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple([x.view_as(x) for x in tensors[:count]])
 
     @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor | None) -> Any:
         raise RuntimeError("flashmsa's gradients have no gradients: attention can be differentiated only once")
 
 
-def _refuse_second_gradients(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
-    """The same gradients, as ones whose own gradients are an error: these depend on q, k, v and the proxies in ways
-    that nobody recorded. PyTorch's once_differentiable lets them pass for constants wherever the incoming gradient is
-    one."""
-    for x in gradients:
-        if x is not None:
-            x.requires_grad_()
-    results: tuple[torch.Tensor | None, ...] = _NoSecondGradients.apply(*gradients)
-    return results
+def only_once(
+    gradients: tuple[torch.Tensor | None, ...], *functions_of: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    """The same gradients, as ones whose own gradients are an error: they depend on what nobody recorded. PyTorch's
+    once_differentiable lets them pass for constants wherever the incoming gradient is one."""
+    given = [x for x in gradients if x is not None]
+    passed = iter(_OnlyOnce.apply(len(given), *given, *[x for x in functions_of if x is not None]))
+    return tuple([None if x is None else next(passed) for x in gradients])
 
 
 class AttentionFunction(torch.autograd.Function):
@@ -71,25 +78,28 @@ class AttentionFunction(torch.autograd.Function):
         block_indices, cu_seqlens_q, cu_seqlens_k, options, returns_kl, returns_lse, kl_value, kl_metric = call
         if q.dim() == 4:
             q_proxy, k_proxy, q, k, v = [packable(x) for x in (q_proxy, k_proxy, q, k, v)]
-        plan, result = _kernels.attention(
-            q_proxy, k_proxy, q, k, v, block_indices, None, cu_seqlens_q, cu_seqlens_k, options, kl_value
+        result = _kernels.attention(
+            q_proxy, k_proxy, q, k, v, block_indices, cu_seqlens_q, cu_seqlens_k, options, kl_value
         )
-        if result.kl is not None and kl_metric is not None:
-            kl_metric.copy_(result.kl)
+        plan, out, kept, kl = result
+        if kl is not None and kl_metric is not None:
+            kl_metric.copy_(kl)
         ctx.plan = plan
         ctx.kl_metric = None if kl_value else kl_metric
         ctx.returns_kl = returns_kl
-        trains_proxies = returns_kl and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1])
-        proxies = (q_proxy, k_proxy) if trains_proxies or ctx.kl_metric is not None else (None, None)
-        ctx.save_for_backward(*proxies, q, k, v, result.out, result.lse, result.schedule, cu_seqlens_q, cu_seqlens_k)
+        needs = ctx.needs_input_grad
+        keeps_proxies = (returns_kl and (needs[0] or needs[1])) or ctx.kl_metric is not None
+        proxies = (q_proxy, k_proxy) if keeps_proxies else (None, None)
+        key_offsets = () if cu_seqlens_k is cu_seqlens_q else (cu_seqlens_k,)
+        ctx.save_for_backward(*proxies, q, k, v, out, kept, cu_seqlens_q, *key_offsets)
         ctx.set_materialize_grads(False)
-        results: tuple[torch.Tensor, ...] = (result.out,)
+        results: tuple[torch.Tensor, ...] = (out,)
         if returns_kl:
-            kl = result.kl if result.kl is not None else torch.zeros((), dtype=plan.real, device=q.device)
-            results = (*results, kl)
+            results = (out, kl if kl is not None else torch.zeros((), dtype=plan.real, device=q.device))
         if returns_lse:
-            ctx.mark_non_differentiable(result.lse)
-            results = (*results, result.lse)
+            lse = result.lse()
+            ctx.mark_non_differentiable(lse)
+            results = (*results, lse)
         return results
 
     @staticmethod
@@ -98,24 +108,28 @@ class AttentionFunction(torch.autograd.Function):
         if torch.is_grad_enabled():
             with torch.no_grad():
                 gradients = _backward(ctx, grads[0], grad_kl)
-            return _refuse_second_gradients(gradients)
+            for x in gradients:
+                if x is not None:
+                    x.requires_grad_()  # what the saved tensors were made from is not known here
+            return only_once(gradients)
         return _backward(ctx, grads[0], grad_kl)
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(NO_FORWARD_MODE)
 
 
 def _backward(ctx: Any, dout: torch.Tensor | None, grad_kl: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    q_proxy, k_proxy, q, k, v, out, lse, schedule, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
-    wants_q_proxy, wants_k_proxy, wants_q, wants_k, wants_v, _ = ctx.needs_input_grad
+    q_proxy, k_proxy, q, k, v, out, kept, cu_seqlens_q, *key_offsets = ctx.saved_tensors
+    wanted, kl_metric = ctx.needs_input_grad, ctx.kl_metric
     if grad_kl is None:
-        wants_q_proxy = wants_k_proxy = False
-    with_proxy = wants_q_proxy or wants_k_proxy or ctx.kl_metric is not None
-    if not (wants_q or wants_k or wants_v):
-        dout = None
+        wanted = (False, False, *wanted[2:])
+    with_proxy = wanted[0] or wanted[1] or kl_metric is not None
+    if dout is not None:
+        dout = _kernels.readable_gradient(dout, q) if wanted[2] or wanted[3] or wanted[4] else None
     if dout is None and not with_proxy:
         return None, None, None, None, None, None
-    wanted = Wanted(wants_q, wants_k, wants_v, wants_q_proxy, wants_k_proxy)
-    if dout is not None:
-        dout = _kernels.readable_gradient(dout, q)
-    dq, dk, dv, dq_proxy, dk_proxy, kl = _kernels.gradients(
+    dq_proxy, dk_proxy, dq, dk, dv, kl = _kernels.gradients(
         ctx.plan,
         q_proxy,
         k_proxy,
@@ -123,16 +137,16 @@ def _backward(ctx: Any, dout: torch.Tensor | None, grad_kl: torch.Tensor | None)
         k,
         v,
         out,
-        lse,
-        schedule,
+        None,
+        kept,
         cu_seqlens_q,
-        cu_seqlens_k,
+        key_offsets[0] if key_offsets else cu_seqlens_q,
         dout,
         grad_kl,
         wanted,
         with_proxy,
-        ctx.kl_metric is not None,
+        kl_metric is not None,
     )
-    if ctx.kl_metric is not None:
-        ctx.kl_metric.copy_(kl)
+    if kl_metric is not None:
+        kl_metric.copy_(kl)
     return dq_proxy, dk_proxy, dq, dk, dv, None

@@ -8,6 +8,7 @@ batched [batch, heads, tokens, dim].
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from ._plan import (
     DQ_PROXY,
     DV,
     GRAD_KL,
+    KEPT,
     KL,
     LSE,
     OUT,
@@ -66,6 +68,14 @@ def _set_lse(tensors: array[int], lse: torch.Tensor) -> None:
     tensors[LSE] = lse.data_ptr()
     if not lse.is_contiguous():
         tensors[LSE + 1], tensors[LSE + 2] = lse.stride(1), lse.stride(0)
+
+
+def _set_kept(tensors: array[int], kept: torch.Tensor, plan: Plan) -> None:
+    """Enters the schedule, unless attention is dense, and lse."""
+    begin = kept.data_ptr()
+    if plan.schedule_bytes:
+        tensors[SCHEDULE], tensors[SCHEDULE_BYTES] = begin, plan.schedule_bytes
+    tensors[LSE] = begin + plan.lse_offset
 
 
 def _check_schedule(schedule: torch.Tensor | None, plan: Plan, options: Options) -> None:
@@ -131,12 +141,23 @@ def readable_gradient(dout: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 class Attention(NamedTuple):
-    """What a forward pass leaves: results, and what the backward pass needs besides the inputs."""
+    """What a forward pass leaves: results, and what the backward pass needs besides inputs and out (see KEPT)."""
 
+    plan: Plan
     out: torch.Tensor
-    lse: torch.Tensor
+    kept: torch.Tensor
     kl: torch.Tensor | None
-    schedule: torch.Tensor | None
+
+    def lse(self) -> torch.Tensor:
+        """lse [Hq, Tq], a view into `kept`."""
+        g = self.plan.geometry
+        return self.kept[self.plan.lse_offset :].view(self.plan.real).view(g.heads, g.total_q)
+
+
+# What a forward pass runs, by the selection that it has to make or is given, and by whether it returns the KL value.
+_DENSE = ((_library.FORWARD,), (_library.FORWARD, _library.PROXY_LOSS))
+_GIVEN = tuple([(_library.SCHEDULE, *rest) for rest in _DENSE])
+_SELECTED = tuple([(_library.SELECT, *rest) for rest in _GIVEN])
 
 
 def attention(
@@ -146,65 +167,60 @@ def attention(
     k: torch.Tensor,
     v: torch.Tensor,
     block_indices: torch.Tensor | None,
-    schedule: torch.Tensor | None,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     options: Options,
     with_kl: bool,
-) -> tuple[Plan, Attention]:
-    """Selection and schedule unless they are given, forward pass and, if asked, the KL value."""
+) -> Attention:
+    """Selection unless it is given, schedule, forward pass and, if asked, the KL value, in four pieces of memory at
+    most: a selection lives in the scratch."""
     plan = plan_of(q_proxy, k_proxy, q, k, v, cu_seqlens_q, cu_seqlens_k, options)
     tensors = plan.tensors(q_proxy, k_proxy, q, k, v)
-    if options.dense and block_indices is not None:
-        raise ValueError("block_indices was given with top_k 0; dense attention has no selection")
-    operations: tuple[int, ...] = (_library.FORWARD, _library.PROXY_LOSS) if with_kl else (_library.FORWARD,)
-    if schedule is None and not options.dense:
-        operations = (_library.SCHEDULE, *operations)
-        if block_indices is None:
-            operations = (_library.SELECT, *operations)
-            block_indices = plan.empty(BLOCK_INDICES)
-            tensors[BLOCK_INDICES] = block_indices.data_ptr()
-        else:
-            _set_indices(tensors, block_indices, plan)
-        schedule = plan.empty(SCHEDULE)
-    _check_schedule(schedule, plan, options)
-    out, lse = plan.empty(OUT), plan.empty(LSE)
-    tensors[OUT], tensors[LSE] = out.data_ptr(), lse.data_ptr()
-    if schedule is not None:
-        tensors[SCHEDULE], tensors[SCHEDULE_BYTES] = schedule.data_ptr(), schedule.numel()
+    if options.top_k == 0:
+        if block_indices is not None:
+            raise ValueError("block_indices was given with top_k 0; dense attention has no selection")
+        operations = _DENSE[with_kl]
+    elif block_indices is None:
+        operations = _SELECTED[with_kl]
+    else:
+        operations = _GIVEN[with_kl]
+        _set_indices(tensors, block_indices, plan)
+    out, kept, workspace = plan.empty(OUT), plan.empty(KEPT), plan.empty(operations)
+    tensors[OUT] = out.data_ptr()
+    _set_kept(tensors, kept, plan)
+    scratch, scratch_bytes = workspace.data_ptr(), workspace.numel()
+    if operations[0] == _library.SELECT:
+        tensors[BLOCK_INDICES] = scratch
+        scratch, scratch_bytes = scratch + plan.indices_bytes, scratch_bytes - plan.indices_bytes
     kl = None
     if with_kl:
         kl = plan.empty(KL)
         tensors[KL] = kl.data_ptr()
     config = plan.config(cu_seqlens_q, cu_seqlens_k)
-    workspace = plan.empty(operations)
     for operation in operations:
-        run(operation, config, tensors, workspace)
-    return plan, Attention(out, lse, kl, schedule)
+        run(operation, config, tensors, scratch, scratch_bytes)
+    return Attention(plan, out, kept, kl)
 
 
-class Wanted(NamedTuple):
-    """Which gradients to compute."""
-
-    q: bool = True
-    k: bool = True
-    v: bool = True
-    q_proxy: bool = True
-    k_proxy: bool = True
-
-
-_GRADIENTS = (DQ, DK, DV, DQ_PROXY, DK_PROXY)
+def _run_alone(
+    operation: int, plan: Plan, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, tensors: array[int]
+) -> None:
+    workspace = plan.empty((operation,))
+    run(operation, plan.config(cu_seqlens_q, cu_seqlens_k), tensors, workspace.data_ptr(), workspace.numel())
 
 
 class Gradients(NamedTuple):
-    """Gradients of the shapes of their inputs, None where not wanted, and the KL value where the proxies took part."""
+    """Gradients of the shapes of their inputs, None where not wanted, and the KL value where it was asked for."""
 
+    q_proxy: torch.Tensor | None
+    k_proxy: torch.Tensor | None
     q: torch.Tensor | None
     k: torch.Tensor | None
     v: torch.Tensor | None
-    q_proxy: torch.Tensor | None
-    k_proxy: torch.Tensor | None
     kl: torch.Tensor | None
+
+
+_PROXY_GRADIENTS, _MAIN_GRADIENTS = (DQ_PROXY, DK_PROXY), (DQ, DK, DV)
 
 
 def gradients(
@@ -215,51 +231,53 @@ def gradients(
     k: torch.Tensor,
     v: torch.Tensor | None,
     out: torch.Tensor | None,
-    lse: torch.Tensor,
+    lse: torch.Tensor | None,
     schedule: torch.Tensor | None,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     dout: torch.Tensor | None,
     grad_kl: torch.Tensor | None,
-    wanted: Wanted,
+    wanted: Sequence[bool],
     with_proxy: bool,
     with_kl: bool,
 ) -> Gradients:
     """The backward pass: of the output where dout is given, of the KL loss where `with_proxy` is set, or of both; with
-    the KL value where `with_kl` is set too."""
-    if dout is None:
-        operation = _library.PROXY_LOSS
-        wanted = Wanted(False, False, False, wanted.q_proxy, wanted.k_proxy)
-    elif with_proxy:
-        operation = _library.BACKWARD_WITH_PROXY
-    else:
-        operation = _library.BACKWARD
-        wanted = Wanted(wanted.q, wanted.k, wanted.v, False, False)
+    the KL value where `with_kl` is set too. `wanted` says of the proxies, q, k and v, in this order, whose gradients to
+    compute. Without lse, `schedule` is what the forward pass kept."""
     tensors = plan.tensors(q_proxy, k_proxy, q, k, v)
-    _set_lse(tensors, lse)
-    if schedule is not None:
-        tensors[SCHEDULE], tensors[SCHEDULE_BYTES] = schedule.data_ptr(), schedule.numel()
+    if lse is not None:
+        _set_lse(tensors, lse)
+        if schedule is not None:
+            tensors[SCHEDULE], tensors[SCHEDULE_BYTES] = schedule.data_ptr(), schedule.numel()
+    else:
+        assert schedule is not None
+        _set_kept(tensors, schedule, plan)
     if out is not None:
         _set_output(tensors, OUT, "out", out)
-    if dout is not None:
-        _set_output(tensors, DOUT, "dout", dout)
     if grad_kl is not None:
         tensors[GRAD_KL] = _check_real("grad_kl", grad_kl, plan).data_ptr()
 
-    results: list[torch.Tensor | None] = []
-    for field, is_wanted in zip(_GRADIENTS, wanted):
-        x = None
-        if is_wanted:
-            x = plan.empty(field)
-            tensors[field] = x.data_ptr()
-        results.append(x.transpose(1, 2) if x is not None and plan.geometry.batch is not None else x)
+    operation = _library.PROXY_LOSS
+    results: list[torch.Tensor | None] = [None] * 5
+    if dout is not None:
+        operation = _library.BACKWARD_WITH_PROXY if with_proxy else _library.BACKWARD
+        _set_output(tensors, DOUT, "dout", dout)
+        for i, field in enumerate(_MAIN_GRADIENTS, 2):
+            if wanted[i]:
+                results[i] = x = plan.empty(field)
+                tensors[field] = x.data_ptr()
+    if with_proxy:
+        for i, field in enumerate(_PROXY_GRADIENTS):
+            if wanted[i]:
+                results[i] = x = plan.empty(field)
+                tensors[field] = x.data_ptr()
     kl = None
     if with_kl:
         kl = plan.empty(KL)
         tensors[KL] = kl.data_ptr()
-    run(operation, plan.config(cu_seqlens_q, cu_seqlens_k), tensors, plan.empty((operation,)))
-    dq, dk, dv, dq_proxy, dk_proxy = results
-    return Gradients(dq, dk, dv, dq_proxy, dk_proxy, kl)
+    _run_alone(operation, plan, cu_seqlens_q, cu_seqlens_k, tensors)
+    dq_proxy, dk_proxy, dq, dk, dv = results
+    return Gradients(dq_proxy, dk_proxy, dq, dk, dv, kl)
 
 
 def select(
@@ -274,7 +292,7 @@ def select(
     indices = plan.empty(BLOCK_INDICES)
     tensors = plan.tensors(q_proxy, k_proxy, None, None, None)
     tensors[BLOCK_INDICES] = indices.data_ptr()
-    run(_library.SELECT, plan.config(cu_seqlens_q, cu_seqlens_k), tensors, plan.empty((_library.SELECT,)))
+    _run_alone(_library.SELECT, plan, cu_seqlens_q, cu_seqlens_k, tensors)
     return indices
 
 
@@ -293,7 +311,7 @@ def schedule(
     tensors = plan.tensors(None, None, None, None, None)
     _set_indices(tensors, block_indices, plan)
     tensors[SCHEDULE], tensors[SCHEDULE_BYTES] = result.data_ptr(), result.numel()
-    run(_library.SCHEDULE, plan.config(cu_seqlens_q, cu_seqlens_k), tensors, plan.empty((_library.SCHEDULE,)))
+    _run_alone(_library.SCHEDULE, plan, cu_seqlens_q, cu_seqlens_k, tensors)
     return result
 
 
@@ -315,5 +333,5 @@ def forward(
     tensors[OUT], tensors[LSE] = out.data_ptr(), lse.data_ptr()
     if schedule is not None:
         tensors[SCHEDULE], tensors[SCHEDULE_BYTES] = schedule.data_ptr(), schedule.numel()
-    run(_library.FORWARD, plan.config(cu_seqlens_q, cu_seqlens_k), tensors, plan.empty((_library.FORWARD,)))
+    _run_alone(_library.FORWARD, plan, cu_seqlens_q, cu_seqlens_k, tensors)
     return out, lse

@@ -73,6 +73,11 @@ def _check_range(geometry: Geometry, options: Options) -> None:
 _WIDE = ("kl_count", "max_seqlen_k", "total_q", "total_k", "fragments")
 
 
+def _aligned(size: int) -> int:
+    """Bytes up to the next multiple of 256, the alignment that the library asks of memory."""
+    return (size + 255) // 256 * 256
+
+
 class Plan:
     """One geometry with one set of options."""
 
@@ -83,7 +88,7 @@ class Plan:
         config = _library.new_config()
         if geometry.device.type == "cuda":
             config.device, config.device_index = _library.DEVICE_CUDA, geometry.device.index
-        elif geometry.device.type == "cpu":
+        elif geometry.device.type in ("cpu", "meta"):
             config.num_threads = min(torch.get_num_threads(), 1024)
         else:
             raise ValueError(f"q is on {geometry.device}; tensors must be on a CPU or CUDA device")
@@ -105,12 +110,15 @@ class Plan:
         self.real = torch.float64 if geometry.dtype == torch.float64 else torch.float32
         self.kv_grad = torch.float32 if options.flags & _library.FLAG_FP32_KV_GRADS else geometry.dtype
         self.schedule_bytes = _library.schedule_bytes(config)
+        self.lse_offset = _aligned(self.schedule_bytes)
+        self.indices_bytes = _aligned(4 * geometry.proxy_heads * geometry.total_q * self.top_k)
         self.on_cuda = geometry.device.type == "cuda"
         self._config = config
-        self._workspaces: dict[int, int] = {}
         self._tensors: dict[object, array[int]] = {}
         self._results = self._result_strides()
         self._shells: dict[object, torch.Tensor] = {}
+        # The latest configuration with the places that it holds: in training, those of the next call too.
+        self._latest: tuple[tuple[int, ...], bytes] = ((), b"")
         raw, stream, bounds = bytes(config), _library.Config.stream.offset, _library.Config.q_begin.offset
         word = struct.calcsize("P")
         self._before_stream = raw[:stream]
@@ -147,40 +155,56 @@ class Plan:
     ) -> array[int]:
         """An fmsa_tensors that reads these and has the strides of contiguous results; the caller sets what else the
         operation takes."""
-        inputs = (q_proxy, k_proxy, q, k, v)
-        strides = tuple([None if x is None else x.stride() for x in inputs])
+        strides = tuple([None if x is None else x.stride() for x in (q_proxy, k_proxy, q, k, v)])
         template = self._tensors.get(strides)
         if template is None:
-            template = self._results[:]
-            for name, field, x in zip(_NAMES, _INPUTS, inputs, strict=False):
-                if x is not None:
-                    template[field + 1], template[field + 2] = token_strides(name, x)
-            self._tensors[strides] = template
+            template = self._tensors[strides] = self._with_strides(q_proxy, k_proxy, q, k, v)
         words = template[:]
-        for field, x in zip(_INPUTS, inputs):
+        if q_proxy is not None:
+            words[Q_PROXY] = q_proxy.data_ptr()
+        if k_proxy is not None:
+            words[K_PROXY] = k_proxy.data_ptr()
+        if q is not None:
+            words[Q] = q.data_ptr()
+        if k is not None:
+            words[K] = k.data_ptr()
+        if v is not None:
+            words[V] = v.data_ptr()
+        return words
+
+    def _with_strides(self, *inputs: torch.Tensor | None) -> array[int]:
+        words = self._results[:]
+        for name, field, x in zip(_NAMES, _INPUTS, inputs, strict=False):
             if x is not None:
-                words[field] = x.data_ptr()
+                words[field + 1], words[field + 2] = token_strides(name, x)
         return words
 
     def empty(self, result: object) -> torch.Tensor:
-        """A new tensor for a result, named by its field of fmsa_tensors; a tuple of operations names scratch that is
-        enough for each of them. Made after a shell of one element, which costs half of what a shape and a type do."""
+        """A new tensor for a result, named by its field of fmsa_tensors; for KEPT; or, for a tuple of operations,
+        scratch that is enough for each of them. Made after a tensor of its shape and strides that has no memory, which
+        costs half of what naming shape, type and device does."""
         shell = self._shells.get(result)
         if shell is None:
             shape, dtype = self._shape(result)
-            # What is made after an expanded shell is contiguous, unless it is empty.
-            shell = torch.empty(shape if 0 in shape else (), dtype=dtype, device=self.geometry.device).expand(shape)
+            shell = torch.empty(shape, dtype=dtype, device=self.geometry.device)
+            if self.geometry.batch is not None and result in _GRADIENTS:
+                shell = shell.transpose(1, 2)
+            shell.untyped_storage().resize_(0)
             self._shells[result] = shell
         return torch.empty_like(shell)
 
     def _shape(self, result: object) -> tuple[tuple[int, ...], torch.dtype]:
+        """The shape in memory: tokens before heads."""
         g = self.geometry
         if isinstance(result, tuple):
-            return (max(_library.workspace_bytes(self._config, operation) for operation in result),), torch.uint8
+            size = max(_library.workspace_bytes(self._config, operation) for operation in result)
+            # A selection that is read by what runs after it lies before the scratch of both.
+            selects = _library.SELECT in result and len(result) > 1
+            return (size + (self.indices_bytes if selects else 0),), torch.uint8
         if result == KL:
             return (), self.real
-        if result == SCHEDULE:
-            return (self.schedule_bytes,), torch.uint8
+        if result == KEPT:
+            return (self.lse_offset + g.heads * g.total_q * self.real.itemsize,), torch.uint8
         if result == LSE:
             return (g.heads, g.total_q), self.real
         if result == BLOCK_INDICES:
@@ -203,15 +227,20 @@ class Plan:
     def config(self, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> bytes:
         """The configuration for the current stream and these fragments."""
         stream = current_stream(self.geometry.device.index) if self.on_cuda else 0
-        return b"".join(
-            (
-                self._before_stream,
-                _POINTER.pack(stream),
-                self._before_bounds,
-                _POINTERS.pack(*bounds(cu_seqlens_q), *bounds(cu_seqlens_k)),
-                self._after_bounds,
+        places = (stream, *bounds(cu_seqlens_q), *bounds(cu_seqlens_k))
+        known, config = self._latest
+        if known != places:
+            config = b"".join(
+                (
+                    self._before_stream,
+                    _POINTER.pack(stream),
+                    self._before_bounds,
+                    _POINTERS.pack(*places[1:]),
+                    self._after_bounds,
+                )
             )
-        )
+            self._latest = (places, config)
+        return config
 
 
 _POINTER, _POINTERS = struct.Struct("@P"), struct.Struct("@PPPP")
@@ -227,6 +256,11 @@ OUT, LSE, DOUT, DQ, DK, DV, DQ_PROXY, DK_PROXY, GRAD_KL, KL = [
     getattr(_library.Tensors, name).offset // _WORD
     for name in ("out", "lse", "dout", "dq", "dk", "dv", "dq_proxy", "dk_proxy", "grad_kl", "kl")
 ]
+
+# What the backward pass of the autograd node needs besides inputs and out: the schedule, and lse `lse_offset` bytes
+# behind its begin.
+KEPT = "kept"
+_GRADIENTS = (DQ, DK, DV, DQ_PROXY, DK_PROXY)
 
 _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
@@ -263,9 +297,9 @@ def fragment_count(name: str, cu_seqlens: torch.Tensor, device: torch.device) ->
     raise ValueError(f"{name} has shape {shape}; it must be [n + 1] offsets, or [2, n] begins and ends of n fragments")
 
 
-def run(operation: int, config: bytes, tensors: array[int], workspace: torch.Tensor) -> None:
+def run(operation: int, config: bytes, tensors: array[int], workspace: int, workspace_bytes: int) -> None:
     """Enqueues one operation."""
-    status = _library.RUN[operation](config, tensors.buffer_info()[0], workspace.data_ptr() or None, workspace.numel())
+    status = _library.RUN[operation](config, tensors.buffer_info()[0], workspace, workspace_bytes)
     if status:
         _library.fail(status)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import _library, ops
 from ._attention import AttentionFunction, Call
-from ._plan import Options, current_stream
+from ._plan import Options, current_stream, plan_of
 
 
 def flash_msa_varlen_func(
@@ -129,7 +129,9 @@ def flash_msa_func(
         document_list: int [B, S]: tokens with one number in a row of equal ones are one document, and documents do not
             see each other. Counting the documents synchronises with the device; cu_seqlens does not.
         cu_seqlens: int32 [n + 1], offsets of documents in the flattened B * S tokens, with every sequence's begin among
-            them. Not together with document_list. Key blocks are counted from the begin of their document.
+            them. Not together with document_list. Key blocks are counted from the begin of their document. A document
+            that goes on in the next sequence is refused on the CPU. On CUDA, where reading offsets would synchronise,
+            it is attended to as one document up to S tokens, and with a longer one out is 0.
         kl_metric: a 0-dim fp32 tensor that receives the KL value: in the forward pass, or without `kl_value` in the
             backward pass, where it costs almost nothing.
         kl_value: False: kl_loss is 0 and only carries the gradient, as in Flash-MSA, which saves a pass over the
@@ -232,6 +234,8 @@ def _batched(
         cu_seqlens = document_offsets(document_list, batch, tokens)
     elif cu_seqlens is None:
         cu_seqlens = _batch_offsets(batch, tokens, q.device)
+    else:
+        _refuse_crossing(cu_seqlens, tokens)
     factor = _scale("scale", scale)
     options = Options(top_k_blocks, block_size, 1, 0, factor, factor, tokens, 0, _flags(deterministic))
     call = Call(None, cu_seqlens, cu_seqlens, options, True, False, kl_value, kl_metric)
@@ -261,6 +265,9 @@ def _attend(q_proxy: Tensor, k_proxy: Tensor, q: Tensor, k: Tensor, v: Tensor, c
     dtype = ops.autocast_dtype(q.device.type)
     if dtype is not None:
         q_proxy, k_proxy, q, k, v = ops.cast_to(dtype, q_proxy, k_proxy, q, k, v)
+    if q.is_meta:
+        # The operators tell shapes of meta tensors without looking at them.
+        plan_of(q_proxy, k_proxy, q, k, v, call.cu_seqlens_q, call.cu_seqlens_k, call.options)
     if torch.compiler.is_compiling() or _is_traced(q):
         return _attend_by_operators(q_proxy, k_proxy, q, k, v, call)
     results: tuple[Tensor, ...] = AttentionFunction.apply(q_proxy, k_proxy, q, k, v, call)
@@ -268,17 +275,20 @@ def _attend(q_proxy: Tensor, k_proxy: Tensor, q: Tensor, k: Tensor, v: Tensor, c
 
 
 def _is_traced(q: Tensor) -> bool:
-    """Whether operators are watched or the tensors are not plain: fake tensors, selective checkpointing, profilers of
-    memory. Everything of the kind works on operators."""
-    return torch._C._len_torch_dispatch_stack() > 0 or type(q) not in (Tensor, torch.nn.Parameter)
+    """Whether operators are watched or the tensors are not plain: fake and meta tensors, torch.func, selective
+    checkpointing, profilers of memory. Everything of the kind works on operators."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or type(q) not in (Tensor, torch.nn.Parameter)
+        or q.is_meta
+        or torch._C._are_functorch_transforms_active()
+    )
 
 
 def _attend_by_operators(
     q_proxy: Tensor, k_proxy: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call
 ) -> tuple[Tensor, ...]:
     block_indices, cu_seqlens_q, cu_seqlens_k, o, returns_kl, returns_lse, kl_value, kl_metric = call
-    if kl_metric is not None and not kl_value:
-        raise ValueError("kl_metric without kl_value is filled in the backward pass, which torch.compile cannot do")
     batched = q.dim() == 4
     q_shape = q.shape
     if batched:
@@ -297,7 +307,8 @@ def _attend_by_operators(
             o.max_seqlen_k,
             bool(o.flags & _library.FLAG_SELECT_FP8),
         )
-    out, kl, lse = ops.attention(
+    attention = ops.TransformedAttention.apply if torch._C._are_functorch_transforms_active() else ops.attention
+    out, kl, lse = attention(
         q_proxy,
         k_proxy,
         q,
@@ -313,11 +324,14 @@ def _attend_by_operators(
         o.max_seqlen_k,
         o.kl_count,
         bool(o.flags & _library.FLAG_DETERMINISTIC),
-        kl_value,
+        kl_value or kl_metric is not None,
         block_indices,
     )
     if kl_metric is not None:
-        kl_metric.copy_(kl.detach())
+        value = kl.detach()
+        kl_metric.copy_(value)
+        # An operator cannot fill a tensor in its backward pass, so the value is had here, and taken off again.
+        kl = kl if kl_value else kl - value
     if batched:
         out = out.view(q_shape[0], q_shape[2], q_shape[1] * q_shape[3])
     return (out, *([kl] if returns_kl else []), *([lse] if returns_lse else []))
@@ -343,6 +357,23 @@ def document_offsets(document_list: Tensor, batch: int, tokens: int) -> Tensor:
     begins[:, 1:] = document_list[:, 1:] != document_list[:, :-1]
     end = torch.full((1,), batch * tokens, dtype=torch.int32, device=document_list.device)
     return torch.cat([begins.flatten().nonzero().flatten().to(torch.int32), end])
+
+
+def _refuse_crossing(cu_seqlens: Tensor, tokens: int) -> None:
+    """Refuses a document that begins in one sequence of a batch and ends in another, where that can be read: on the
+    CPU, outside of torch.compile. What else may be wrong with offsets is found by others."""
+    if torch.compiler.is_compiling() or type(cu_seqlens) is not Tensor or cu_seqlens.device.type != "cpu":
+        return
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() not in (1, 2) or tokens == 0:
+        return
+    begin, end = (cu_seqlens[:-1], cu_seqlens[1:]) if cu_seqlens.dim() == 1 else (cu_seqlens[0], cu_seqlens[-1])
+    crosses = (end > begin) & (begin // tokens != (end - 1) // tokens)
+    if crosses.any():
+        document = int(crosses.nonzero()[0])
+        raise ValueError(
+            f"cu_seqlens has a document of tokens {begin[document]} to {end[document]}; it must end where its sequence "
+            f"of {tokens} tokens ends, at {(begin[document] // tokens + 1) * tokens}"
+        )
 
 
 _offsets: dict[object, Tensor] = {}

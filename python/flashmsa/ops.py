@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from . import _kernels, _library
-from ._kernels import Wanted
+from ._attention import NO_FORWARD_MODE, only_once
 from ._plan import Options, plan_of
 
 NAMESPACE = "flashmsa"
@@ -238,11 +238,31 @@ def attention(
     options = Options(
         top_k, block_size, 1, 0, softmax_scale, proxy_scale, max_seqlen_k, kl_count, _flags(deterministic)
     )
-    plan, result = _kernels.attention(
-        q_proxy, k_proxy, q, k, v, block_indices, schedule, cu_seqlens_q, cu_seqlens_k, options, kl_value
+    plan = plan_of(q_proxy, k_proxy, q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+    schedule = _schedule_for(schedule, block_indices, q, k, cu_seqlens_q, cu_seqlens_k, options)
+    out, lse = _kernels.forward(q, k, v, schedule, cu_seqlens_q, cu_seqlens_k, options, q_proxy.shape[1])
+    if not kl_value:
+        return out, torch.zeros((), dtype=plan.real, device=q.device), lse
+    result = _kernels.gradients(
+        plan,
+        q_proxy,
+        k_proxy,
+        q,
+        k,
+        None,
+        None,
+        lse,
+        schedule,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        None,
+        None,
+        (False,) * 5,
+        True,
+        True,
     )
-    kl = result.kl if result.kl is not None else torch.zeros((), dtype=plan.real, device=q.device)
-    return result.out, kl, result.lse
+    assert result.kl is not None
+    return out, result.kl, lse
 
 
 @_fake(attention)
@@ -290,7 +310,6 @@ def proxy_loss(
     plan = plan_of(q_proxy, k_proxy, q, k, None, cu_seqlens_q, cu_seqlens_k, options)
     schedule = _schedule_for(schedule, block_indices, q, k, cu_seqlens_q, cu_seqlens_k, options)
     _kernels.check_forward_results(plan, options, lse, schedule)
-    wanted = Wanted(q_proxy=gradients, k_proxy=gradients)
     result = _kernels.gradients(
         plan,
         q_proxy,
@@ -305,7 +324,7 @@ def proxy_loss(
         cu_seqlens_k,
         None,
         grad_kl,
-        wanted,
+        (gradients, gradients, False, False, False),
         True,
         True,
     )
@@ -378,7 +397,7 @@ def backward(
     _kernels.check_forward_results(plan, options, lse, schedule, out, dout)
     dout = _kernels.readable_gradient(dout, q)
     result = _kernels.gradients(
-        plan, None, None, q, k, v, out, lse, schedule, cu_seqlens_q, cu_seqlens_k, dout, None, Wanted(), False, False
+        plan, None, None, q, k, v, out, lse, schedule, cu_seqlens_q, cu_seqlens_k, dout, None, (True,) * 5, False, False
     )
     return cast(tuple[Tensor, Tensor, Tensor], (result.q, result.k, result.v))
 
@@ -460,11 +479,12 @@ def backward_with_proxy(
         cu_seqlens_k,
         dout,
         grad_kl,
-        Wanted(),
+        (True,) * 5,
         True,
         True,
     )
-    return cast(tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple(result))
+    results = (result.q, result.k, result.v, result.q_proxy, result.k_proxy, result.kl)
+    return cast(tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], results)
 
 
 @_fake(backward_with_proxy)
@@ -555,12 +575,39 @@ torch.library.register_autograd(f"{NAMESPACE}::forward", _backward_of_forward, s
 torch.library.register_autograd(f"{NAMESPACE}::attention", _backward_of_attention, setup_context=_setup_attention)
 
 
+# ---- torch.func ---------------------------------------------------------------------------------------------------
+
+
+class TransformedAttention(torch.autograd.Function):
+    """`attention` for torch.func, which asks an operator's autograd function for a setup_context that it has not."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return attention(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        _setup_attention(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        with torch.no_grad():
+            results = _backward_of_attention(ctx, *grads)
+        return only_once(results, *ctx.saved_tensors[:5], *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(NO_FORWARD_MODE)
+
+
 # ---- Autocast -----------------------------------------------------------------------------------------------------
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The type that autocast wants on a kind of device; None while it is off."""
-    if not torch.is_autocast_enabled(device_type):
+    """The type that autocast wants on a kind of device; None while it is off, and where it does not exist."""
+    if device_type not in ("cpu", "cuda") or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
 

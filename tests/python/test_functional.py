@@ -312,6 +312,31 @@ def test_selective_checkpoint_replays_the_selection(device):
         torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kl_value", [True, False])
+def test_selective_checkpoint_fills_the_metric(device, kl_value):
+    """Where operators are watched, a metric without kl_value has its value from the forward pass."""
+    if not hasattr(torch.utils.checkpoint, "create_selective_checkpoint_contexts"):
+        pytest.skip("this PyTorch has no selective checkpointing")
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    x = make_inputs([200], device=device)
+    metric = torch.full((), -1.0, device=device)
+    out, kl = checkpoint(
+        lambda *leaves: varlen(Inputs(*leaves, x.cu), 2, return_kl=True, kl_value=kl_value, kl_metric=metric),
+        *x.leaves(),
+        use_reentrant=False,
+        context_fn=lambda: create_selective_checkpoint_contexts([torch.ops.flashmsa.select.default]),
+    )
+    (out.sum() + kl).backward()
+    expected = x.clone()
+    plain, plain_kl = varlen(expected, 2, return_kl=True)
+    (plain.sum() + plain_kl).backward()
+    torch.testing.assert_close(metric, plain_kl.detach(), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(kl, plain_kl if kl_value else torch.zeros_like(kl), atol=1e-6, rtol=1e-5)
+    for mine, theirs in zip(x.leaves(), expected.leaves(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-6, rtol=1e-5)
+
+
 def test_deterministic_algorithms_are_honoured(device, monkeypatch):
     from flashmsa import _library, functional
 
@@ -419,3 +444,94 @@ def test_metrics_and_documents_that_are_no_tensors_are_type_errors():
         varlen(x, 1, kl_metric=0.0)
     with pytest.raises(TypeError, match="document_list is list"):
         flashmsa.flash_msa_func(*batched, 128, 0.125, [[0] * 70])
+
+
+def step_of(x: Inputs):
+    """(q_proxy, k_proxy, q, k, v) -> a loss."""
+
+    def loss(*leaves):
+        out, kl = varlen(Inputs(*leaves, x.cu), 2, return_kl=True, deterministic=True)
+        return out.square().mean() + kl
+
+    return loss
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_transforms_of_torch_func(device):
+    """grad and vjp give what backward gives; vmap and jacrev make a call for each example."""
+    x = make_inputs([60, 70], device=device)
+    loss, plain = step_of(x), [t.detach() for t in x.leaves()]
+    expected = torch.autograd.grad(loss(*x.leaves()), x.leaves())
+    value, pullback = torch.func.vjp(loss, *plain)
+    for gradients in (torch.func.grad(loss, tuple(range(5)))(*plain), pullback(torch.ones_like(value))):
+        assert_all_equal(gradients, expected)
+    assert torch.equal(torch.func.jacrev(loss, 2)(*plain), expected[2])
+    several = [torch.stack([t, 2 * t]) for t in plain]
+    gradients = torch.func.vmap(torch.func.grad(loss, tuple(range(5))))(*several)
+    assert_all_equal([g[0] for g in gradients], expected)
+    batched = [t.unflatten(0, (2, 65)).transpose(1, 2) for t in plain]
+    drop_in = torch.func.grad(lambda v: flashmsa.flash_msa_func(*batched[:4], v, 128, 0.125, block_size=BLOCK)[0].sum())
+    assert drop_in(batched[4]).abs().max() > 0
+
+
+def assert_all_equal(a, b):
+    for x, y in zip(a, b, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_transforms_that_do_not_exist_are_refused():
+    """Forward mode and second derivatives, also where the first one's incoming gradient is a constant."""
+    x = make_inputs([40])
+    loss, plain = step_of(x), [t.detach() for t in x.leaves()]
+    fixed = (*plain[:2], *plain[3:])
+
+    def of_q(q):
+        return varlen(Inputs(*fixed[:2], q, *fixed[2:], x.cu), 1).sum()
+
+    with pytest.raises(NotImplementedError, match="no forward-mode derivatives"):
+        torch.func.jvp(loss, tuple(plain), tuple(plain))
+    with pytest.raises(RuntimeError, match="differentiated only once"):
+        torch.func.grad(lambda q: torch.func.grad(of_q)(q).square().sum())(plain[2])
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(plain[2], plain[2])
+        with pytest.raises(NotImplementedError, match="no forward-mode derivatives"):
+            of_q(dual)
+
+
+def test_meta_tensors_tell_shapes():
+    """Of results and gradients; what does not fit together is refused as it is elsewhere."""
+    x = make_inputs([60, 70], device="meta")
+    out, kl, lse = flashmsa.flash_msa_varlen_func(
+        x.q, x.k, x.v, x.q_proxy, x.k_proxy, x.cu, x.cu, 0, 0, 2, block_size=BLOCK, return_kl=True, return_lse=True
+    )
+    assert (out.shape, kl.shape, lse.shape) == (x.q.shape, (), (4, 130))
+    assert all(t.is_meta for t in (out, kl, lse))
+    (out.sum() + kl).backward()
+    assert all(t.grad.shape == t.shape and t.grad.is_meta for t in x.leaves())
+    batched = [t.detach().unflatten(0, (2, 65)).transpose(1, 2).requires_grad_() for t in x.leaves()]
+    for function in (flashmsa.flash_msa_func, flashmsa.flash_msa_warmup_func):
+        out, kl = function(*batched, 128, 0.125)
+        assert out.shape == (2, 65, 4 * 64)
+        assert torch.autograd.grad(out.sum() + kl, batched)[3].shape == batched[3].shape
+    with pytest.raises(ValueError, match="num_heads is 3"):
+        varlen_meta = (x.q[:, :3], x.k, x.v, x.q_proxy, x.k_proxy, x.cu, x.cu)
+        flashmsa.flash_msa_varlen_func(*varlen_meta, 0, 0, 2)
+    with pytest.raises(ValueError, match="k is on cpu and q_proxy is on meta"):
+        flashmsa.flash_msa_varlen_func(x.q, torch.empty(130, 2, 64), x.v, x.q_proxy, x.k_proxy, x.cu, x.cu, 0, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("cu", "sentence"),
+    [
+        ([0, 50, 100, 130], "tokens 50 to 100; it must end .* of 65 tokens ends, at 65"),
+        ([0, 130], "tokens 0 to 130; it must end .*, at 65"),
+        ([[0, 64], [64, 67]], "tokens 64 to 67; it must end .*, at 65"),
+    ],
+)
+def test_documents_across_sequences_are_refused(cu, sentence):
+    x = make_inputs([130])
+    batched = [t.detach().unflatten(0, (2, 65)).transpose(1, 2) for t in x.leaves()]
+    for function in (flashmsa.flash_msa_func, flashmsa.flash_msa_warmup_func):
+        with pytest.raises(ValueError, match=sentence):
+            function(*batched, 128, 0.125, cu_seqlens=torch.tensor(cu, dtype=torch.int32))
+        function(*batched, 128, 0.125, cu_seqlens=torch.tensor([0, 50, 65, 65, 130], dtype=torch.int32))

@@ -121,6 +121,31 @@ def test_compile_batched(device):
     assert_compiles(step, device, [[120], [210], [300]])
 
 
+def test_compile_fills_the_metric(device):
+    """kl_metric without kl_value, which eager calls fill in the backward pass."""
+    x = make_inputs([130, 65], device=device)
+    metric = torch.full((), -1.0, device=device)
+
+    def step(*leaves):
+        q_proxy, k_proxy, q, k, v = leaves
+        return flashmsa.flash_msa_varlen_func(
+            q, k, v, q_proxy, k_proxy, x.cu, x.cu, 0, 0, TOP_K, block_size=BLOCK, return_kl=True, kl_value=False,
+            kl_metric=metric,
+        )  # fmt: skip
+
+    out, kl = torch.compile(step, backend="aot_eager", fullgraph=True)(*x.leaves())
+    (out.sum() + 3 * kl).backward()
+    filled = metric.clone()
+    y = x.clone()
+    out, eager_kl = step(*y.leaves())
+    (out.sum() + 3 * eager_kl).backward()
+    assert kl.item() == eager_kl.item() == 0.0
+    torch.testing.assert_close(filled, metric, atol=1e-6, rtol=1e-5)
+    assert metric.item() > 0
+    for mine, theirs in zip(x.leaves(), y.leaves(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["proxy_loss", "backward", "backward_with_proxy"])
 def test_results_handed_to_a_backward_pass_are_checked(device, name):
     """out, dout, lse and schedule of another type or shape are refused, and lse may have any strides."""
