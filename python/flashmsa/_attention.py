@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import _kernels
-from ._plan import Options, packable
+from ._plan import KL, Options, packable
 
 
 class Call(NamedTuple):
@@ -95,7 +95,7 @@ class AttentionFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         results: tuple[torch.Tensor, ...] = (out,)
         if returns_kl:
-            results = (out, kl if kl is not None else torch.zeros((), dtype=plan.real, device=q.device))
+            results = (out, kl if kl is not None else plan.empty(KL).zero_())
         if returns_lse:
             lse = result.lse()
             ctx.mark_non_differentiable(lse)

@@ -289,6 +289,9 @@ def _attend_by_operators(
     q_proxy: Tensor, k_proxy: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call
 ) -> tuple[Tensor, ...]:
     block_indices, cu_seqlens_q, cu_seqlens_k, o, returns_kl, returns_lse, kl_value, kl_metric = call
+    transformed = torch._C._are_functorch_transforms_active()
+    if transformed and not hasattr(torch._C, "_any_requires_grad"):
+        raise NotImplementedError(f"custom operators of PyTorch {torch.__version__} do not work under torch.func")
     batched = q.dim() == 4
     q_shape = q.shape
     if batched:
@@ -307,7 +310,7 @@ def _attend_by_operators(
             o.max_seqlen_k,
             bool(o.flags & _library.FLAG_SELECT_FP8),
         )
-    attention = ops.TransformedAttention.apply if torch._C._are_functorch_transforms_active() else ops.attention
+    attention = ops.TransformedAttention.apply if transformed else ops.attention
     out, kl, lse = attention(
         q_proxy,
         k_proxy,

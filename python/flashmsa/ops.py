@@ -309,7 +309,7 @@ def proxy_loss(
     _check_packed("q", q)
     plan = plan_of(q_proxy, k_proxy, q, k, None, cu_seqlens_q, cu_seqlens_k, options)
     schedule = _schedule_for(schedule, block_indices, q, k, cu_seqlens_q, cu_seqlens_k, options)
-    _kernels.check_forward_results(plan, options, lse, schedule)
+    _kernels.check_forward_results(plan, options, lse, schedule, grad_kl=grad_kl)
     result = _kernels.gradients(
         plan,
         q_proxy,
@@ -463,7 +463,7 @@ def backward_with_proxy(
     _check_packed("q", q)
     plan = plan_of(q_proxy, k_proxy, q, k, v, cu_seqlens_q, cu_seqlens_k, options)
     schedule = _schedule_for(schedule, block_indices, q, k, cu_seqlens_q, cu_seqlens_k, options)
-    _kernels.check_forward_results(plan, options, lse, schedule, out, dout)
+    _kernels.check_forward_results(plan, options, lse, schedule, out, dout, grad_kl)
     dout = _kernels.readable_gradient(dout, q)
     result = _kernels.gradients(
         plan,

@@ -5,7 +5,10 @@ card hardly works. FLASHMSA_LIBRARY names the library.
 costs with the same tensors."""
 
 import contextlib
+import os
 import statistics
+import subprocess
+import sys
 import time
 
 import fmsa  # noqa: F401  (puts the package on the path)
@@ -133,20 +136,48 @@ def empty_operators(tensors, dout, grad_kl):
     return step
 
 
+FIRST_CALL = """
+import time, torch
+torch.ones(8, device="cuda").sum().item()
+start = time.perf_counter()
+import flashmsa
+q_proxy, k_proxy, q, k, v = [
+    torch.randn(777, h, 128, device="cuda", dtype=torch.bfloat16).requires_grad_() for h in (4, 1, 16, 2, 2)
+]
+cu = torch.tensor([0, 500, 777], dtype=torch.int32, device="cuda")
+out, kl = flashmsa.flash_msa_varlen_func(q, k, v, q_proxy, k_proxy, cu, cu, 0, 0, 4, return_kl=True)
+(out.float().sum() + kl).backward()
+torch.cuda.synchronize()
+print(time.perf_counter() - start)
+"""
+
+
+def first_call_ms():
+    """In a process of its own where the driver and PyTorch have started, but nothing of this package has."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run([sys.executable, "-c", FIRST_CALL], capture_output=True, text=True, env=environment)
+    return float(result.stdout) * 1e3
+
+
 def measure(figures):
     """Adds name -> (value, unit, how)."""
     steps = Steps()
     empty = empty_function(steps.packed, steps.dout, steps.grad_kl)
-    doors = [steps.varlen, steps.drop_in, empty]
-    varlen, drop_in, nothing = host_us(*doors)
+    varlen, drop_in = host_us(steps.varlen, steps.drop_in)
     with without_library():
-        python, python_drop_in = host_us(steps.varlen, steps.drop_in)
+        python, python_drop_in, nothing = host_us(steps.varlen, steps.drop_in, empty)
     what = f"{'/'.join(map(str, HEADS))} heads, {TOKENS} tokens, bf16: forward and backward with KL, kl_value=False"
     figures |= {
         "python.overhead.us": (python, "us", f"host time of flash_msa_varlen_func, C library left out; {what}"),
         "python.overhead.drop_in.us": (python_drop_in, "us", f"the same of flash_msa_func; {what}"),
+        "python.overhead.over_empty_function": (
+            python / nothing,
+            "x",
+            "python.overhead.us over python.empty_function.us",
+        ),
         "python.step.us": (varlen, "us", f"host time of flash_msa_varlen_func with all launches; {what}"),
         "python.step.drop_in.us": (drop_in, "us", f"the same of flash_msa_func; {what}"),
+        "python.first_call.ms": (first_call_ms(), "ms", "import, first forward and first backward pass, to the end"),
         "python.empty_function.us": (nothing, "us", "an autograd.Function that does nothing, with these tensors"),
     }
 

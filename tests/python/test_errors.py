@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pathlib
 import subprocess
@@ -132,9 +133,19 @@ def test_missing_library_is_named():
 def test_examples_in_docstrings():
     import doctest
 
-    from flashmsa import _library, functional, ops
+    from flashmsa import _library, functional, module, ops
 
-    for module in (_library, functional, ops):
-        result = doctest.testmod(module)
-        assert result.attempted > 0
-        assert result.failed == 0
+    modules = [_library, functional, module, ops]
+    if importlib.util.find_spec("transformers"):
+        modules.append(flashmsa.hf)
+    for each in modules:
+        result = doctest.testmod(each)
+        assert result.attempted > 0, each
+        assert result.failed == 0, each
+
+
+def test_every_public_name_has_an_example():
+    """Functions and classes that users call; the operators share the one of their module."""
+    names = {name: getattr(flashmsa, name) for name in flashmsa.__all__ if name != "ops"}
+    for name, x in names.items():
+        assert ">>>" in (x.__doc__ or ""), name

@@ -71,14 +71,16 @@ def test_opcheck(device, name, view):
     torch.library.opcheck(getattr(OPS, name).default, samples(device, view)[name])
 
 
+@pytest.mark.parametrize("view", [lambda x: x, strided], ids=["contiguous", "strided"])
 @pytest.mark.parametrize("name", NAMES[2:])
-def test_opcheck_dense(device, name):
-    torch.library.opcheck(getattr(OPS, name).default, samples(device, dense=True)[name])
+def test_opcheck_dense(device, name, view):
+    torch.library.opcheck(getattr(OPS, name).default, samples(device, view, dense=True)[name])
 
 
+@pytest.mark.parametrize("view", [lambda x: x, strided], ids=["contiguous", "strided"])
 @pytest.mark.parametrize("name", NAMES[3:])
-def test_indices_in_the_place_of_a_schedule(device, name):
-    calls = samples(device)
+def test_indices_in_the_place_of_a_schedule(device, name, view):
+    calls = samples(device, view)
     operator, arguments = getattr(OPS, name).default, by_indices(calls)[name]
     torch.library.opcheck(operator, arguments)
     for mine, theirs in zip(operator(*arguments), operator(*calls[name]), strict=True):
@@ -119,6 +121,38 @@ def test_compile_batched(device):
         return flashmsa.flash_msa_func(*batched, TOP_K * BLOCK, 0.125, block_size=BLOCK, kl_value=False)
 
     assert_compiles(step, device, [[120], [210], [300]])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no card")
+def test_compile_by_the_default_backend():
+    """Inductor on the card, where operators meet kernels that it generates: a layer's projections, attention, loss."""
+    pytest.importorskip("triton")
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    heads = (2, 1, 4, 2, 2)
+    projections = torch.nn.ModuleList([torch.nn.Linear(96, h * 64, bias=False) for h in heads]).to(
+        "cuda", torch.bfloat16
+    )
+
+    def step(hidden, cu):
+        q_proxy, k_proxy, q, k, v = [p(hidden).view(-1, h, 64) for p, h in zip(projections, heads)]
+        out, kl = flashmsa.flash_msa_varlen_func(
+            q * 1.5, k, v, q_proxy, k_proxy, cu, cu, 0, 0, TOP_K, block_size=BLOCK, return_kl=True, deterministic=True
+        )
+        return out.float().square().mean() + kl
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True)
+    for lengths in ([130, 65], [200, 77, 3]):
+        cu = torch.tensor([0, *lengths], device="cuda").cumsum(0, dtype=torch.int32)
+        hidden = torch.randn(sum(lengths), 96, device="cuda", dtype=torch.bfloat16)
+        results = []
+        for call in (step, compiled):
+            projections.zero_grad()
+            loss = call(hidden, cu)
+            loss.backward()
+            results.append([loss.detach(), *[p.weight.grad for p in projections]])
+        for plain, fused in zip(*results, strict=True):
+            torch.testing.assert_close(fused, plain, atol=1e-4, rtol=3e-2)
 
 
 def test_compile_fills_the_metric(device):
@@ -176,6 +210,15 @@ def test_results_handed_to_a_backward_pass_are_checked(device, name):
         call(schedule_at, torch.stack([schedule, schedule], 1)[:, 0])
     with pytest.raises(ValueError, match="schedule is missing"):
         call(schedule_at, None)
+
+
+@pytest.mark.parametrize("name", ["proxy_loss", "backward_with_proxy"])
+def test_a_gradient_of_the_loss_of_another_type_is_refused(device, name):
+    operator, arguments = getattr(OPS, name).default, samples(device)[name]
+    at = next(i for i, a in enumerate(arguments) if isinstance(a, torch.Tensor) and a.dim() == 0)
+    for wrong in (arguments[at].double(), torch.ones(2, device=device)):
+        with pytest.raises(TypeError, match=r"grad_kl is .* it must be one torch\.float32 value"):
+            operator(*arguments[:at], wrong, *arguments[at + 1 :])
 
 
 @pytest.mark.parametrize("name", NAMES)
