@@ -46,6 +46,9 @@ def test_nothing_synchronises():
         for function in (flashmsa.flash_msa_func, flashmsa.flash_msa_warmup_func):
             out, kl = function(*batched, 512, 128**-0.5)
             (out.sum() + kl).backward()
+        selection = flashmsa.ops.select(x.q_proxy.detach(), x.k_proxy.detach(), x.cu, x.cu, 4)
+        out, kl, _ = flashmsa.ops.attention(*x.leaves(), None, x.cu, x.cu, 4, block_indices=selection)
+        (out.sum() + kl).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert metric.item() > 0
