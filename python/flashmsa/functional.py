@@ -285,13 +285,25 @@ def _is_traced(q: Tensor) -> bool:
     )
 
 
+# PyTorch 2.4 sends every call of an operator through an autograd function that torch.func refuses.
+_CAN_TRANSFORM = hasattr(torch._C, "_any_requires_grad")
+
+
+def _is_transformed() -> bool:
+    """Whether torch.func is at work."""
+    if not _CAN_TRANSFORM and torch.compiler.is_compiling():
+        return False
+    transformed = torch._C._are_functorch_transforms_active()
+    if transformed and not _CAN_TRANSFORM:
+        raise NotImplementedError(f"custom operators of PyTorch {torch.__version__} do not work under torch.func")
+    return transformed
+
+
 def _attend_by_operators(
     q_proxy: Tensor, k_proxy: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call
 ) -> tuple[Tensor, ...]:
     block_indices, cu_seqlens_q, cu_seqlens_k, o, returns_kl, returns_lse, kl_value, kl_metric = call
-    transformed = torch._C._are_functorch_transforms_active()
-    if transformed and not hasattr(torch._C, "_any_requires_grad"):
-        raise NotImplementedError(f"custom operators of PyTorch {torch.__version__} do not work under torch.func")
+    attention = ops.TransformedAttention.apply if _is_transformed() else ops.attention
     batched = q.dim() == 4
     q_shape = q.shape
     if batched:
@@ -310,7 +322,6 @@ def _attend_by_operators(
             o.max_seqlen_k,
             bool(o.flags & _library.FLAG_SELECT_FP8),
         )
-    attention = ops.TransformedAttention.apply if transformed else ops.attention
     out, kl, lse = attention(
         q_proxy,
         k_proxy,
