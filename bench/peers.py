@@ -205,15 +205,6 @@ def main() -> None:
     hq, hkv, hp, hpk = (int(n) for n in options.heads.split("/"))
     skipped: dict[str, str] = {}
     rows: list[dict[str, object]] = []
-    print(f"{'peer':18}{'tokens':>9}{'forward ms':>12}{'backward ms':>13}{'step ms':>10}")
-    for tokens in (int(n) for n in options.tokens.split(",")):
-        shape = Shape((hq, hkv, hp, hpk), tokens, options.top_k)
-        for row in compare(shape, options.peers.split(","), skipped, options.rounds, options.seconds):
-            print(
-                f"{row['peer']:18}{tokens:9,}{row['forward_ms']:12.3f}{row['backward_ms']:13.3f}{row['step_ms']:10.3f}"
-            )
-            rows.append(row)
-        torch.cuda.empty_cache()
     report = {
         "commit": options.commit or command("git", "rev-parse", "HEAD"),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -225,7 +216,16 @@ def main() -> None:
         "skipped": skipped,
         "rows": rows,
     }
-    pathlib.Path(options.out).write_text(json.dumps(report, indent=2) + "\n")
+    print(f"{'peer':18}{'tokens':>9}{'forward ms':>12}{'backward ms':>13}{'step ms':>10}")
+    for tokens in (int(n) for n in options.tokens.split(",")):
+        shape = Shape((hq, hkv, hp, hpk), tokens, options.top_k)
+        for row in compare(shape, options.peers.split(","), skipped, options.rounds, options.seconds):
+            print(
+                f"{row['peer']:18}{tokens:9,}{row['forward_ms']:12.3f}{row['backward_ms']:13.3f}{row['step_ms']:10.3f}"
+            )
+            rows.append(row)
+        pathlib.Path(options.out).write_text(json.dumps(report, indent=2) + "\n")
+        torch.cuda.empty_cache()
     print(f"{len(rows)} rows written to {options.out}")
 
 
