@@ -24,6 +24,7 @@ typedef struct {
     int64_t cases;
     uint64_t seed;
     bool dtypes[DTYPES];
+    bool portable; /* kernels, whatever the card */
 } options;
 
 /* ---- The table: a line for every output of every operation, in every type. ---- */
@@ -69,8 +70,9 @@ static void fail(report *r, const options *o, const fmsa_case *c, uint64_t seed,
     if (++r->failures > MOST_FAILURES_SHOWN) return;
     char text[300];
     fmsa_case_describe(c, text, sizeof text);
-    printf("FAILED %s: %s\n  %s\n  flashmsa check --device %s --dtype %s --cases 1 --seed %llu\n", operation, why, text,
-           o->device.kind == FMSA_DEVICE_CUDA ? "cuda" : "cpu", dtype_names[c->config.dtype], (unsigned long long)seed);
+    printf("FAILED %s: %s\n  %s\n  flashmsa check --device %s%s --dtype %s --cases 1 --seed %llu\n", operation, why,
+           text, o->device.kind == FMSA_DEVICE_CUDA ? "cuda" : "cpu", o->portable ? " --kernels portable" : "",
+           dtype_names[c->config.dtype], (unsigned long long)seed);
 }
 
 static void record(report *r, const options *o, const fmsa_case *c, uint64_t seed, const fmsa_comparison *comparisons,
@@ -167,6 +169,7 @@ static void check_case(report *r, const options *o, fmsa_dtype dtype, uint64_t s
     const int64_t tokens = o->device.kind == FMSA_DEVICE_CUDA ? 700 : 300;
     fmsa_case c;
     fmsa_case_random(&c, seed, &(fmsa_case_limits){o->device.kind, dtype, tokens});
+    if (o->portable) c.config.flags |= FMSA_FLAG_PORTABLE;
     int32_t *block_indices = fmsa_zeros((size_t)fmsa_case_index_count(&c), sizeof *block_indices);
     fmsa_reference_outputs apart, together, exact, same_type;
     fmsa_reference_outputs_open(&apart, &c.config);
@@ -197,14 +200,16 @@ static void check_case(report *r, const options *o, fmsa_dtype dtype, uint64_t s
 
 static void print_usage(FILE *stream) {
     fprintf(stream,
-            "usage: flashmsa check [--device cpu|cuda] [--dtype bf16|fp16|fp32|fp64] [--cases N] [--seed S]\n\n"
+            "usage: flashmsa check [--device cpu|cuda] [--dtype bf16|fp16|fp32|fp64] [--cases N] [--seed S]\n"
+            "                      [--kernels best|portable]\n\n"
             "Runs every operation over random shapes, fragments, strides and score sharpness, and compares each\n"
             "output with a direct evaluation in fp64. An output passes when its error is at most twice that of\n"
             "a plain evaluation in the same type, plus a floor of a few roundings, in every row.\n\n"
             "  --device   where to run (default cpu)\n"
             "  --dtype    only this type (default: all that the device has)\n"
             "  --cases    random cases for each type (default 50)\n"
-            "  --seed     of the first case (default 1)\n\n"
+            "  --seed     of the first case (default 1)\n"
+            "  --kernels  on a card: the best it can run (default), or those that every card can\n\n"
             "Exit code: 0 all passed, 1 something failed, 2 wrong usage.\n");
 }
 
@@ -240,10 +245,17 @@ static int set_dtype(options *o, const char *value) {
     return wrong_usage("--dtype", value, "bf16, fp16, fp32 or fp64");
 }
 
+static int set_kernels(options *o, const char *value) {
+    o->portable = strcmp(value, "portable") == 0;
+    if (o->portable || strcmp(value, "best") == 0) return 0;
+    return wrong_usage("--kernels", value, "best or portable");
+}
+
 static int set_option(options *o, const char *option, const char *value) {
     int64_t number = 0;
     if (strcmp(option, "--device") == 0) return set_device(o, value);
     if (strcmp(option, "--dtype") == 0) return set_dtype(o, value);
+    if (strcmp(option, "--kernels") == 0) return set_kernels(o, value);
     if (strcmp(option, "--cases") == 0) {
         if (!parse_number(value, 1, &o->cases)) return wrong_usage(option, value, "a number from 1");
         return 0;
