@@ -262,6 +262,8 @@ def _attend(q_proxy: Tensor, k_proxy: Tensor, q: Tensor, k: Tensor, v: Tensor, c
         raise TypeError(
             f"kl_metric is {metric.dtype} of shape {tuple(metric.shape)}; it must be a 0-dim float32 tensor"
         )
+    if metric is not None and metric.device != q.device:
+        raise ValueError(f"kl_metric is on {metric.device}; it must be on {q.device}, where q is")
     dtype = ops.autocast_dtype(q.device.type)
     if dtype is not None:
         q_proxy, k_proxy, q, k, v = ops.cast_to(dtype, q_proxy, k_proxy, q, k, v)
@@ -396,7 +398,8 @@ _MOST_OFFSETS = 1024
 
 def _batch_offsets(batch: int, tokens: int, device: torch.device) -> Tensor:
     """cu_seqlens of a batch of equal lengths: made once for each stream, on which it is then used."""
-    if torch.compiler.is_compiling():
+    # What a dispatch mode sees made may be fake, and what it did not see made may be refused.
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return torch.arange(batch + 1, dtype=torch.int32, device=device) * tokens
     on_cuda = device.type == "cuda"
     key = (batch, tokens, device, current_stream(device.index) if on_cuda else 0)

@@ -64,6 +64,11 @@ CASES = {
     ),
     "block_indices future": (ValueError, "block", {"block_indices": torch.ones(2, 100, 2, dtype=torch.int32)}),
     "kl_metric": (TypeError, "kl_metric is torch.float64", {"kl_metric": torch.zeros((), dtype=torch.float64)}),
+    "kl_metric device": (
+        ValueError,
+        "kl_metric is on meta; it must be on cpu",
+        {"kl_metric": torch.zeros((), device="meta")},
+    ),
     "meta device": (ValueError, "on meta", {"k": lambda x: x.k.to("meta")}),
 }
 

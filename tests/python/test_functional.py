@@ -525,6 +525,22 @@ def test_meta_tensors_tell_shapes():
         flashmsa.flash_msa_varlen_func(x.q, torch.empty(130, 2, 64), x.v, x.q_proxy, x.k_proxy, x.cu, x.cu, 0, 0, 2)
 
 
+def test_fake_tensors_come_and_go(device):
+    """A batch of fake tensors between real ones: offsets that are kept from call to call are not mixed up."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def call(tokens: int):
+        leaves = [torch.ones(3, h, tokens, 64, device=device) for h in (2, 1, 4, 2, 2)]
+        return flashmsa.flash_msa_func(*leaves, 128, 0.125, block_size=BLOCK)[0]
+
+    for tokens in (81, 82):
+        if tokens == 81:
+            assert type(call(tokens)) is torch.Tensor
+        with FakeTensorMode():
+            assert call(tokens).shape == (3, tokens, 4 * 64)
+        torch.testing.assert_close(call(tokens), torch.ones(3, tokens, 4 * 64, device=device))
+
+
 @pytest.mark.parametrize(
     ("cu", "sentence"),
     [
