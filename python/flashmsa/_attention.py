@@ -121,6 +121,9 @@ class AttentionFunction(torch.autograd.Function):
 
 def _backward(ctx: Any, dout: torch.Tensor | None, grad_kl: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     q_proxy, k_proxy, q, k, v, out, kept, cu_seqlens_q, *key_offsets = ctx.saved_tensors
+    if q.dim() == 4:
+        # Hooks that move saved tensors elsewhere and back may return them with other strides.
+        q_proxy, k_proxy, q, k, v = [None if x is None else packable(x) for x in (q_proxy, k_proxy, q, k, v)]
     wanted, kl_metric = ctx.needs_input_grad, ctx.kl_metric
     if grad_kl is None:
         wanted = (False, False, *wanted[2:])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import eager
 import pytest
 import torch
@@ -150,6 +152,30 @@ def test_proxies_are_kept_only_for_their_gradients():
     x.q_proxy.requires_grad_(False)
     x.k_proxy.requires_grad_(False)
     assert not proxies & kept(x, return_kl=True)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_saved_tensors_may_change_strides(device, batched):
+    """Hooks that offload what a node saves may bring it back contiguous, whatever strides it had."""
+    x = make_inputs([60, 60], device=device)
+
+    def gradients(hooks):
+        y = [t.detach().requires_grad_() for t in x.leaves()]
+        wide = [torch.cat([t, t], 1)[:, : t.shape[1]] for t in y]
+        with hooks:
+            if batched:
+                rows = [t.unflatten(0, (2, 60)).transpose(1, 2) for t in wide]
+                out, kl = flashmsa.flash_msa_func(*rows, 128, 0.125, block_size=BLOCK, deterministic=True)
+            else:
+                out, kl = varlen(Inputs(*wide, x.cu), 2, return_kl=True, deterministic=True)
+        (out.square().sum() + kl).backward()
+        return [t.grad for t in y]
+
+    def contiguous(t):
+        return t.clone(memory_format=torch.contiguous_format)
+
+    expected = gradients(contextlib.nullcontext())
+    assert_all_equal(gradients(torch.autograd.graph.saved_tensors_hooks(contiguous, lambda t: t)), expected)
 
 
 def test_expanded_and_transposed_gradients(device):
