@@ -246,6 +246,13 @@ __device__ __forceinline__ int32_t uniform(int32_t x) {
     return __shfl_sync(0xffffffffu, x, 0);
 }
 
+/* A load that happens even where nobody uses what it brings into the first-level cache. */
+__device__ __forceinline__ float load_cached(const float *from) {
+    float x;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(x) : "l"(from));
+    return x;
+}
+
 /* 16 bytes of shared memory by ordinary accesses. */
 __device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
     uint4 value;

@@ -321,14 +321,11 @@ __device__ __forceinline__ void issue_scores(float (&s)[64], uint64_t q, uint64_
     }
 }
 
-/* The same with q in registers. */
+/* Columns number * 16 ... + 15 of s (+)= q k^T, with q in registers. */
 template <typename T, int D>
-__device__ __forceinline__ void issue_scores(float (&s)[64], const uint32_t (&q)[D / 4], uint64_t k) {
-#pragma unroll
-    for (int i = 0; i < D / 16; i++) {
-        wgmma_if(s, q[4 * i], q[4 * i + 1], q[4 * i + 2], q[4 * i + 3],
-                 k + ((i / 4 * (block_keys * 128) + (i & 3) * 32) >> 4), i > 0, T());
-    }
+__device__ __forceinline__ void issue_scores(float (&s)[64], const uint32_t (&q)[D / 4], uint64_t k, int number) {
+    wgmma_if(s, q[4 * number], q[4 * number + 1], q[4 * number + 2], q[4 * number + 3],
+             k + ((number / 4 * (block_keys * 128) + (number & 3) * 32) >> 4), number > 0, T());
 }
 
 /* Keys number * 16 ... + 15 of o (+)= p v. */
@@ -365,25 +362,44 @@ __device__ __forceinline__ row_pair lane_max(const float (&s)[64]) {
     return {fmaxf(a0, b0), fmaxf(a1, b1)};
 }
 
-/* p = 2^(s * scale - reference), rounded to pairs; s stays as it is. Returns the sums of the thread's own values. */
-template <typename T>
-__device__ __forceinline__ row_pair exponentiate(const float (&s)[64], uint32_t (&p)[32], float scale,
+/* x = 2^(s * scale - reference) of the 16 groups of four scores from `first` to `last` - 1; s stays as it is. Returns
+ * the sums of the thread's own values. */
+template <int first, int last>
+__device__ __forceinline__ row_pair exponentiate(const float (&s)[64], float (&x)[4 * (last - first)], float scale,
                                                  const row_pair &reference) {
     float a0 = 0, a1 = 0, b0 = 0, b1 = 0;
 #pragma unroll
-    for (int j = 0; j < 16; j++) {
-        const float x0 = exp2_approx(fmaf(s[4 * j], scale, -reference.low));
-        const float x1 = exp2_approx(fmaf(s[4 * j + 1], scale, -reference.low));
-        const float x2 = exp2_approx(fmaf(s[4 * j + 2], scale, -reference.high));
-        const float x3 = exp2_approx(fmaf(s[4 * j + 3], scale, -reference.high));
-        a0 += x0;
-        b0 += x1;
-        a1 += x2;
-        b1 += x3;
-        p[2 * j] = pack_pair(x0, x1, T());
-        p[2 * j + 1] = pack_pair(x2, x3, T());
+    for (int j = 0; j < last - first; j++) {
+        const float *const from = s + 4 * (first + j);
+        float *const to = x + 4 * j;
+        to[0] = exp2_approx(fmaf(from[0], scale, -reference.low));
+        to[1] = exp2_approx(fmaf(from[1], scale, -reference.low));
+        to[2] = exp2_approx(fmaf(from[2], scale, -reference.high));
+        to[3] = exp2_approx(fmaf(from[3], scale, -reference.high));
+        a0 += to[0];
+        b0 += to[1];
+        a1 += to[2];
+        b1 += to[3];
     }
     return {a0 + b0, a1 + b1};
+}
+
+/* p = x, rounded to pairs. */
+template <typename T, int n>
+__device__ __forceinline__ void pack(const float (&x)[n], uint32_t *p) {
+#pragma unroll
+    for (int i = 0; i < n / 2; i++)
+        p[i] = pack_pair(x[2 * i], x[2 * i + 1], T());
+}
+
+/* The whole block, rounded to p. */
+template <typename T>
+__device__ __forceinline__ row_pair exponentiate(const float (&s)[64], uint32_t (&p)[32], float scale,
+                                                 const row_pair &reference) {
+    float x[64];
+    const row_pair own = exponentiate<0, 16>(s, x, scale, reference);
+    pack<T>(x, p);
+    return own;
 }
 
 template <int n>
@@ -440,29 +456,54 @@ struct softmax_state {
     }
 
     /* A block of which every row sees all keys, and no row its first. It is exponentiated with the old reference; where
-     * a row's sum leaves the range (infinite and NaN included), the row again with its maximum. The bound keeps p below
-     * the greatest number of every 16-bit type. */
-    template <typename T, int n>
-    __device__ __forceinline__ void add_full(const float (&s)[64], uint32_t (&p)[32], float (&o)[n], float scale) {
-        constexpr float most = 4096;
-        row_pair own = exponentiate<T>(s, p, scale, reference);
-        const bool low = !(own.low < most), high = !(own.high < most);
-        if (__any_sync(0xffffffffu, low || high)) {
-            const uint32_t quad = threadIdx.x & 28;
-            const bool redo_low = __ballot_sync(0xffffffffu, low) >> quad & 15;
-            const bool redo_high = __ballot_sync(0xffffffffu, high) >> quad & 15;
-            const row_pair greatest = top(s, scale);
-            const row_pair next = {redo_low ? fmaxf(greatest.low, reference.low) : reference.low,
-                                   redo_high ? fmaxf(greatest.high, reference.high) : reference.high};
-            const row_pair factor = {exp2_approx(reference.low - next.low), exp2_approx(reference.high - next.high)};
-            reference = next;
-            sum.low *= factor.low;
-            sum.high *= factor.high;
-            rescale(o, factor);
+     * a sum leaves the range (infinite and NaN included), the warp's rows again with their maxima. The bound keeps p
+     * below the greatest number of every 16-bit type.
+     *
+     * finish_pv() waits for P V of the block before, which reads p and adds to o; some exponentials run meanwhile. The
+     * branch on their sums keeps ptxas from moving them behind the wait. They are rounded behind it: rounded before,
+     * they take the place of what P V still reads, and wait for it. */
+    template <typename T, int n, typename F>
+    __device__ __forceinline__ void add_full(const float (&s)[64], uint32_t (&p)[32], float (&o)[n], float scale,
+                                             F finish_pv) {
+        constexpr int early = 6;
+        float x[4 * early], y[64 - 4 * early];
+        row_pair factor, own = exponentiate<0, early>(s, x, scale, reference);
+        bool far = is_far(own);
+        if (far) {
+            factor = raise_to_maximum(s, scale);
+            own = exponentiate<0, early>(s, x, scale, reference);
+        }
+        finish_pv();
+        pack<T>(x, p);
+        const row_pair rest = exponentiate<early, 16>(s, y, scale, reference);
+        pack<T>(y, p + 2 * early);
+        own.low += rest.low;
+        own.high += rest.high;
+        if (!far && is_far(own)) {
+            far = true;
+            factor = raise_to_maximum(s, scale);
             own = exponentiate<T>(s, p, scale, reference);
         }
+        if (far) rescale(o, factor);
         sum.low += own.low;
         sum.high += own.high;
+    }
+
+    /* Whether one of the warp's sums is out of range. */
+    static __device__ __forceinline__ bool is_far(const row_pair &own) {
+        constexpr float most = 4096;
+        return __any_sync(0xffffffffu, !(own.low < most) || !(own.high < most));
+    }
+
+    /* Returns what the rows' output is to be multiplied by. */
+    __device__ __forceinline__ row_pair raise_to_maximum(const float (&s)[64], float scale) {
+        const row_pair greatest = top(s, scale);
+        const row_pair next = {fmaxf(greatest.low, reference.low), fmaxf(greatest.high, reference.high)};
+        const row_pair factor = {exp2_approx(reference.low - next.low), exp2_approx(reference.high - next.high)};
+        reference = next;
+        sum.low *= factor.low;
+        sum.high *= factor.high;
+        return factor;
     }
 
     template <typename T>
@@ -548,7 +589,8 @@ __device__ __forceinline__ void write_results(const result_views<T> &results, co
         fence_async_proxy();
         __syncwarp();
         if (lane == 0) {
-            tma_store_4d(&out_map, staging, 0, head + warp * 16 - tokens * shape.heads, token + tokens, 0);
+            tma_store_4d(&out_map, staging, 0, head + warp * 16 - tokens * shape.heads, token + tokens, 0,
+                         l2_leave_first);
             bulk_commit();
         }
     } else {

@@ -6,7 +6,8 @@
  * Tile: 128 rows by 128 keys a step. A tile's partial results, one slot of memory for one slot of its tokens, are
  * spread evenly over its steps. Order in the ring, for blocks 0 ... n - 1 of a tile: Q, K(0), the last tile's V(n - 1)
  * and its share of partial results, K(1), V(0) and its share, ... A partial result is merged in fp32:
- * o += 2^(lse - reference) * values.
+ * o += 2^(lse - reference) * values. A consumer's step: issue O += P V of the last block and S = Q K^T of this one,
+ * hand over the turn, merge while S runs and the other warpgroup multiplies, then P = exp(S).
  *
  * Warp roles: warp 0 produces, warp 1 plans, two warpgroups of 64 rows consume and take turns at the tensor cores.
  * Barriers: a full and an empty one for each slot; the consumers release a slot a warp. Named barriers 1 and 2: the
@@ -23,6 +24,9 @@ namespace forward90 {
 namespace {
 
 constexpr int slots = 6;
+/* Partial results that are merged while S = Q K^T runs. As many, and the keys and values before them, must fit in the
+ * ring: the keys are not released before. */
+constexpr int most_ahead = 2;
 
 template <typename T>
 struct merge_parameters {
@@ -70,14 +74,12 @@ struct merge_producer {
     __device__ __forceinline__ void load_queries(const tile_header &h) {
         wait();
         const tile_shape &shape = a.w.shape;
-        if (lane == 0) {
-            barrier_arrive_expect(full(), shape.tokens * shape.heads * (2 * D));
-            if (h.list.partials > 0) {
-                const uintptr_t lse = reinterpret_cast<uintptr_t>(a.partials.lse + h.first_cell * shape.heads);
-                const uint32_t bytes = h.list.partials * shape.tokens * shape.heads * sizeof(float);
-                bulk_prefetch(reinterpret_cast<const void *>(lse & ~uintptr_t(15)), (bytes + 15) & ~15u);
-            }
-        }
+        if (lane == 0) barrier_arrive_expect(full(), shape.tokens * shape.heads * (2 * D));
+        /* The LSE of the tile's partial results into the first-level cache, a line a lane. */
+        const int32_t numbers = h.list.partials * shape.tokens * shape.heads;
+#pragma unroll 1
+        for (int32_t i = lane * 32; i < numbers; i += 32 * 32)
+            load_cached(a.partials.lse + h.first_cell * shape.heads + i);
         __syncwarp();
         if (lane < 2 * (D / 64)) {
             const int half = lane / (D / 64), columns = lane % (D / 64);
@@ -213,25 +215,27 @@ __device__ __forceinline__ void consume_and_merge(const merge_parameters<T> &a, 
     const auto release = [&](int32_t slot) {
         if (lane == 0) barrier_arrive(shared_address(&b.empty[slot]));
     };
-    const auto issue_qk = [&](int32_t slot) {
-        pin(s);
-        wgmma_fence();
-        issue_scores<T, D>(s, query, k_operand + slot * (merge_memory<D>::slot_bytes >> 4));
-        wgmma_commit();
-    };
     const auto issue_pv = [&](int32_t slot, int accumulate) {
         pin(o);
         pin(p);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
+        for (int i = 0; i < 8; i++)
             issue_values<T, D>(o, p, v_operand + slot * (merge_memory<D>::slot_bytes >> 4), i, i > 0 ? 1 : accumulate);
-            if (i == 5) named_barrier_arrive(other_turn, consumer_threads);
+        wgmma_commit();
+    };
+    /* The turn is handed over two products early: the other warpgroup needs that long to take it. */
+    const auto issue_qk = [&](int32_t slot) {
+        pin(s);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < D / 16; i++) {
+            issue_scores<T, D>(s, query, k_operand + slot * (merge_memory<D>::slot_bytes >> 4), i);
+            if (i == D / 16 - 3) named_barrier_arrive(other_turn, consumer_threads);
         }
         wgmma_commit();
     };
     const auto finish_pv = [&](int32_t slot) {
-        wgmma_wait<0>();
         pin(o);
         pin(p);
         release(slot);
@@ -272,25 +276,43 @@ __device__ __forceinline__ void consume_and_merge(const merge_parameters<T> &a, 
         release(at.stage);
         at.advance();
     };
-    /* LSE of the thread's rows in the next slot of partial results, asked for early. */
-    row_pair next_lse = {0, 0};
-    const auto ask_for_lse = [&](const tile_header &h, int32_t number) {
+    /* Adds slots `merged` ... `due` - 1 of a tile's partial results. No product with o may be under way, nor one with p
+     * wait. Where a reference is far off, it is raised, or set where the row has seen nothing yet. */
+    int32_t merged = 0;
+    const auto merge = [&](const tile_header &h, int32_t due) {
+        if (merged >= due) return;
         const int32_t low = first_row(), high = low + 8;
-        const int64_t cell = h.first_cell + int64_t(number) * shape.tokens;
-        const float *lse = a.partials.lse + cell * shape.heads + half * rows + low;
-        if (low < rows && number < h.token_partials[token_of(low)]) next_lse.low = __ldcg(lse);
-        if (high < rows && number < h.token_partials[token_of(high)]) next_lse.high = __ldcg(lse + 8);
-    };
-    /* Adds slot `number` of the tile's partial results. with_p: p belongs to the same tile and has still to be
-     * multiplied. Where a reference is far off, it is raised, or set where the row has seen nothing yet. */
-    const auto merge = [&](int32_t number, const tile_header &h, bool with_p) {
-        wait();
-        const int32_t low = first_row(), high = low + 8;
-        const bool has_low = low < rows && number < h.token_partials[token_of(low)];
-        const bool has_high = high < rows && number < h.token_partials[token_of(high)];
-        if (__any_sync(0xffffffffu, has_low || has_high)) {
+        const int32_t head_low = low - shape.token_of(low) * shape.heads;
+        const int32_t head_high = high - shape.token_of(high) * shape.heads;
+        const uint32_t row = base + (half * rows + low) * (2 * D);
+        uint32_t place_low[D / 32], place_high[D / 32];
+#pragma unroll
+        for (int piece = 0; piece < D / 32; piece++) {
+            place_low[piece] = row + partial_place<D>(piece, head_low) * 16;
+            place_high[piece] = row + 8 * (2 * D) + partial_place<D>(piece, head_high) * 16;
+        }
+        const int32_t count_low = low < rows ? h.token_partials[token_of(low)] : 0;
+        const int32_t count_high = high < rows ? h.token_partials[token_of(high)] : 0;
+        const float *from = a.partials.lse + (h.first_cell + int64_t(merged) * shape.tokens) * shape.heads;
+        from += half * rows + low;
+        row_pair next_lse = {-CUDART_INF_F, -CUDART_INF_F};
+        if (merged < count_low) next_lse.low = load_cached(from);
+        if (merged < count_high) next_lse.high = load_cached(from + 8);
+#pragma unroll 1
+        for (; merged < due; merged++) {
+            const bool has_low = merged < count_low, has_high = merged < count_high;
             const row_pair lse = next_lse;
-            ask_for_lse(h, number + 1);
+            from += shape.tokens * shape.heads;
+            next_lse = {-CUDART_INF_F, -CUDART_INF_F};
+            if (merged + 1 < count_low) next_lse.low = load_cached(from);
+            if (merged + 1 < count_high) next_lse.high = load_cached(from + 8);
+            wait();
+            uint4 values_low[D / 32], values_high[D / 32];
+#pragma unroll
+            for (int piece = 0; piece < D / 32; piece++) {
+                values_low[piece] = load_shared_16(place_low[piece] + at.stage * merge_memory<D>::slot_bytes);
+                values_high[piece] = load_shared_16(place_high[piece] + at.stage * merge_memory<D>::slot_bytes);
+            }
             const bool far_low = has_low && fabsf(lse.low - state.reference.low) > 60;
             const bool far_high = has_high && fabsf(lse.high - state.reference.high) > 60;
             if (__any_sync(0xffffffffu, far_low || far_high)) {
@@ -304,145 +326,121 @@ __device__ __forceinline__ void consume_and_merge(const merge_parameters<T> &a, 
                 state.sum.low *= factor.low;
                 state.sum.high *= factor.high;
                 rescale(o, factor);
-                if (with_p) {
+            }
+            const row_pair weight = {exp2_approx(lse.low - state.reference.low),
+                                     exp2_approx(lse.high - state.reference.high)};
+            if ((lane & 3) == 0) {
+                state.sum.low += weight.low;
+                state.sum.high += weight.high;
+            }
+            if (!__all_sync(0xffffffffu, has_low && has_high)) {
+                /* What lies in the place of a row that has none is anything. */
 #pragma unroll
-                    for (int i = 0; i < 32; i++) {
-                        const float2 pair = unpack_pair(p[i], T());
-                        const float f = i & 1 ? factor.high : factor.low;
-                        p[i] = pack_pair(pair.x * f, pair.y * f, T());
-                    }
+                for (int piece = 0; piece < D / 32; piece++) {
+                    if (!has_low) values_low[piece] = {0, 0, 0, 0};
+                    if (!has_high) values_high[piece] = {0, 0, 0, 0};
                 }
             }
-            const float weight_low = has_low ? exp2_approx(lse.low - state.reference.low) : 0;
-            const float weight_high = has_high ? exp2_approx(lse.high - state.reference.high) : 0;
-            if ((lane & 3) == 0) {
-                state.sum.low += weight_low;
-                state.sum.high += weight_high;
-            }
-            const uint32_t from = base + at.stage * merge_memory<D>::slot_bytes + (half * rows + low) * (2 * D);
-            const int head_low = low - shape.token_of(low) * shape.heads;
-            const int head_high = high - shape.token_of(high) * shape.heads;
 #pragma unroll
             for (int piece = 0; piece < D / 32; piece++) {
-                const uint4 x = load_shared_16(from + partial_place<D>(piece, head_low) * 16);
-                const uint4 y = load_shared_16(from + 8 * (2 * D) + partial_place<D>(piece, head_high) * 16);
+                const uint4 x = values_low[piece], y = values_high[piece];
                 const uint32_t pairs_low[4] = {x.x, x.y, x.z, x.w}, pairs_high[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     float *const target = o + 4 * (4 * piece + i);
-                    const float2 u = unpack_pair(has_low ? pairs_low[i] : 0, T());
-                    const float2 v = unpack_pair(has_high ? pairs_high[i] : 0, T());
-                    target[0] = fmaf(weight_low, u.x, target[0]);
-                    target[1] = fmaf(weight_low, u.y, target[1]);
-                    target[2] = fmaf(weight_high, v.x, target[2]);
-                    target[3] = fmaf(weight_high, v.y, target[3]);
+                    const float2 u = unpack_pair(pairs_low[i], T()), v = unpack_pair(pairs_high[i], T());
+                    target[0] = fmaf(weight.low, u.x, target[0]);
+                    target[1] = fmaf(weight.low, u.y, target[1]);
+                    target[2] = fmaf(weight.high, v.x, target[2]);
+                    target[3] = fmaf(weight.high, v.y, target[3]);
                 }
             }
+            __syncwarp();
+            release(at.stage);
+            at.advance();
         }
-        __syncwarp();
-        release(at.stage);
-        at.advance();
-    };
-
-    /* The rest of a tile's partial results, and its own to memory. */
-    const auto end = [&](const tile_header &h, int32_t merged) {
-#pragma unroll 1
-        while (merged < uniform(h.list.partials))
-            merge(merged++, h, false);
-        const row_pair lse = stage_results<T, D>(staging, state, o);
-        write_results<T, D>(a.results, out_map, shape, staging, half, warp, h, lse);
     };
 
     read_queries();
     if (steps == 0) return;
-    ask_for_lse(b.headers.header[now], 0);
     wait();
     int32_t keys = at.stage;
+    at.advance();
     named_barrier_sync(own_turn, consumer_threads);
     issue_qk(keys);
-    named_barrier_arrive(other_turn, consumer_threads);
     wgmma_wait<0>();
     pin(s);
-    at.advance();
     mask(keys, b.headers.header[now].at.position);
     release(keys);
     state.begin<T>(s, p, a.scale_log2);
     while (true) {
         int accumulate = 0;
-        int32_t merged = 0;
-        /* The keys are waited for, the values that follow them in the ring looked up; returns the slot of the values.
-         */
-        const auto issue = [&] {
+        merged = 0;
+        /* O += P V of the block before and, still under way on return, S = Q K^T. Keys and values are waited for before
+         * the turn is taken. */
+        const auto take_turn = [&] {
             wait();
             keys = at.stage;
             at.advance();
-            named_barrier_sync(own_turn, consumer_threads);
-            issue_qk(keys);
             wait();
             const int32_t values = at.stage;
             at.advance();
+            named_barrier_sync(own_turn, consumer_threads);
             issue_pv(values, accumulate);
+            issue_qk(keys);
             wgmma_wait<1>();
-            pin(s);
-            return values;
+            finish_pv(values);
         };
-        const auto step = [&](int32_t i, bool masked) {
-            const int32_t values = issue();
-            if (masked) mask(keys, b.headers.header[now].at.position);
+#pragma unroll 1
+        for (int32_t i = 1; i < steps; i++) {
+            take_turn();
+            accumulate = 1;
+            const tile_header &h = b.headers.header[now];
+            const int32_t due = uniform(h.list.partials) * i / steps;
+            merge(h, min(due, merged + most_ahead));
+            wgmma_wait<0>();
+            pin(s);
+            if (i < masked) mask(keys, h.at.position);
             release(keys);
-            if (masked) {
+            merge(h, due);
+            if (i < masked) {
                 row_pair factor;
-                const bool raised = state.raise(s, a.scale_log2, factor);
-                finish_pv(values);
-                if (raised) rescale(o, factor);
+                if (state.raise(s, a.scale_log2, factor)) rescale(o, factor);
                 state.add<T>(s, p, a.scale_log2);
             } else {
-                finish_pv(values);
-                state.add_full<T>(s, p, o, a.scale_log2);
+                state.add_full<T>(s, p, o, a.scale_log2, [] {});
             }
-            const int32_t due = uniform(b.headers.header[now].list.partials) * i / steps;
-#pragma unroll 1
-            while (merged < due)
-                merge(merged++, b.headers.header[now], true);
-            accumulate = 1;
-        };
-        int32_t i = 1;
-#pragma unroll 1
-        for (; i < masked; i++)
-            step(i, true);
-#pragma unroll 1
-        for (; i < steps; i++)
-            step(i, false);
-        const int32_t before = now;
+        }
+        const tile_header &done = b.headers.header[now];
         now = following(now);
         read_queries();
+        /* The rest of the partial results, and the tile's own to memory. */
+        const auto end = [&] {
+            merge(done, uniform(done.list.partials));
+            const row_pair lse = stage_results<T, D>(staging, state, o);
+            write_results<T, D>(a.results, out_map, shape, staging, half, warp, done, lse);
+        };
         if (steps == 0) {
             wait();
             const int32_t values = at.stage;
             at.advance();
             named_barrier_sync(own_turn, consumer_threads);
             issue_pv(values, accumulate);
+            named_barrier_arrive(other_turn, consumer_threads);
+            wgmma_wait<0>();
             finish_pv(values);
-            end(b.headers.header[before], merged);
+            end();
             if (lane == 0) bulk_wait_read<0>();
             return;
         }
-        /* The finished tile's sums step aside until its partial results are in: registers are short. The results of
-         * the tile before it have left the memory. */
-        const uint32_t aside = staging + 16 * lane;
-        if (lane == 0) bulk_wait_read<0>();
-        __syncwarp();
-        store_shared_16(aside, pack(state));
-        const int32_t values = issue();
+        take_turn();
+        merge(done, min(uniform(done.list.partials), merged + most_ahead));
+        wgmma_wait<0>();
+        pin(s);
         mask(keys, b.headers.header[now].at.position);
         release(keys);
-        finish_pv(values);
+        end();
         state.begin<T>(s, p, a.scale_log2);
-        const softmax_state begun = state;
-        state = unpack(load_shared_16(aside));
-        end(b.headers.header[before], merged);
-        state = begun;
-        ask_for_lse(b.headers.header[now], 0);
     }
 }
 

@@ -7,8 +7,8 @@
  * Warp roles: warp 0 produces (it issues all copies by the TMA and clears what lies behind an incomplete block's
  * values), warp 1 plans (it fetches the headers of the tiles to come), two warpgroups consume, 64 rows each, and take
  * turns at the tensor cores: while one multiplies, the other exponentiates. A consumer's step: issue S = Q K^T of this
- * block, then O += P V of the last one, hand over the turn, then P = exp(S) while P V runs. A tile's results are staged
- * between the next tile's S and its first P V.
+ * block, then O += P V of the last one, hand over the turn, then P = exp(S), part of it while P V runs. A tile's
+ * results are staged between the next tile's S and its first P V.
  *
  * Barriers: a full and an empty one for each stage of Q, K and V; the consumers release a stage a warp. Named barriers
  * 1 and 2: the warpgroups' turns.
@@ -17,8 +17,7 @@
  * multiprocessor. Registers: producer and planner 40, consumers 232, no spills.
  *
  * Floor: 4 * 128 * 128 * D operations a step, 2,048 clocks of the tensor cores at D = 128. Measured on an H200, bf16,
- * D = 128, 64/4 heads, steady state, 32,768 tokens dense causal: 693 TFLOP/s, 1.02 of cuBLAS 8192^3 in the same run; on
- * lists of 16 blocks that neighbours share 5.9 ms at 65,536 tokens, 714 TFLOP/s (profiler, short run). Power bounds it.
+ * D = 128, 64/4 heads, steady state, 32,768 tokens dense causal: 725 TFLOP/s, 1.07 of cuBLAS 8192^3 in the same run.
  */
 #include "sm90_forward.cuh"
 
@@ -171,8 +170,8 @@ __device__ __forceinline__ void consume(const query_parameters<T> &a, const CUte
     for (int i = 0; i < D / 2; i++)
         o[i] = 0;
     ring<stages> q(0), k(0), v(0);
-    softmax_state state, pending = {}; /* pending: of a tile whose results wait to be written */
-    int32_t now = 0, waiting = -1;     /* headers of the tile, and of that one; -1: there is none */
+    softmax_state state;
+    int32_t now = 0, waiting = -1; /* headers of the tile, and of one whose results wait to be written; -1: none */
     const uint32_t own_turn = 1 + half, other_turn = 2 - half;
     if (half == 1) named_barrier_arrive(1, consumer_threads);
 
@@ -213,6 +212,18 @@ __device__ __forceinline__ void consume(const query_parameters<T> &a, const CUte
     const auto write = [&](int32_t header, const row_pair &lse) {
         write_results<T, D>(a.results, out_map, a.w.shape, staging, half, warp, b.headers.header[header], lse);
     };
+    /* The sums of a tile whose results wait step aside, registers are short: to where the results will be staged. The
+     * results of the tile before it have left that memory. */
+    const auto put_aside = [&] {
+        if (lane == 0) bulk_wait_read<0>();
+        __syncwarp();
+        store_shared_16(staging + 16 * lane, pack(state));
+    };
+    const auto stage_waiting = [&] {
+        const softmax_state done = unpack(load_shared_16(staging + 16 * lane));
+        __syncwarp();
+        return stage_results<T, D>(staging, done, o);
+    };
     /* Takes its turn: the scores of a block and, meanwhile, the results of a tile that is done; then the values of the
      * block before. */
     const auto take_turn = [&](int accumulate) {
@@ -220,7 +231,7 @@ __device__ __forceinline__ void consume(const query_parameters<T> &a, const CUte
         named_barrier_sync(own_turn, consumer_threads);
         issue_qk();
         if (waiting >= 0) {
-            const row_pair lse = stage_results<T, D>(staging, pending, o);
+            const row_pair lse = stage_waiting();
             issue_pv(accumulate);
             write(waiting, lse);
             waiting = -1;
@@ -274,8 +285,7 @@ __device__ __forceinline__ void consume(const query_parameters<T> &a, const CUte
         for (; i < steps; i++) {
             take_turn(accumulate);
             release_k();
-            finish_pv();
-            state.add_full<T>(s, p, o, a.scale_log2);
+            state.add_full<T>(s, p, o, a.scale_log2, finish_pv);
             accumulate = 1;
         }
         arrive(b.q_empty[q.stage]);
@@ -285,7 +295,7 @@ __device__ __forceinline__ void consume(const query_parameters<T> &a, const CUte
         read_header();
         if (steps == 0) {
             named_barrier_sync(own_turn, consumer_threads);
-            if (waiting >= 0) write(waiting, stage_results<T, D>(staging, pending, o));
+            if (waiting >= 0) write(waiting, stage_waiting());
             issue_pv(accumulate);
             finish_pv();
             write(done, stage_results<T, D>(staging, state, o));
@@ -296,7 +306,7 @@ __device__ __forceinline__ void consume(const query_parameters<T> &a, const CUte
         mask();
         release_k();
         finish_pv();
-        pending = state;
+        put_aside();
         waiting = done;
         state.begin<T>(s, p, a.scale_log2);
     }
