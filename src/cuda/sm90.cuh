@@ -119,11 +119,6 @@ __device__ __forceinline__ void bulk_load(uint32_t destination, const void *sour
         : "memory");
 }
 
-/* Brings contiguous bytes, a multiple of 16, as is the address, into L2. */
-__device__ __forceinline__ void bulk_prefetch(const void *source, uint32_t bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
-}
-
 __device__ __forceinline__ void bulk_store(void *destination, uint32_t source, uint32_t bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source),
                  "r"(bytes)
@@ -246,7 +241,7 @@ __device__ __forceinline__ int32_t uniform(int32_t x) {
     return __shfl_sync(0xffffffffu, x, 0);
 }
 
-/* A load that happens even where nobody uses what it brings into the first-level cache. */
+/* A load that happens even where nobody uses the value: it brings the line into the first-level cache. */
 __device__ __forceinline__ float load_cached(const float *from) {
     float x;
     asm volatile("ld.global.f32 %0, [%1];" : "=f"(x) : "l"(from));

@@ -192,14 +192,19 @@ struct planner {
         return true;
     }
 
-    __device__ __forceinline__ void run() {
+    /* Calls on_begun with the header of each tile that the producer has begun, but for the last two. */
+    template <typename F>
+    __device__ __forceinline__ void run(F on_begun) {
         const int32_t tiles = w.state->tiles;
         draw();
         bool more = true;
         int32_t begun = -2; /* the header that the producer must have begun */
         uint32_t parity = 0;
         for (int32_t at = 0; more; at = following(at)) {
-            if (begun >= 0) barrier_wait(shared_address(&r.begun[begun]), parity);
+            if (begun >= 0) {
+                barrier_wait(shared_address(&r.begun[begun]), parity);
+                on_begun(r.header[begun]);
+            }
             if (++begun == header_ring::size) {
                 begun = 0;
                 parity ^= 1;

@@ -345,7 +345,7 @@ __global__ void __launch_bounds__(kernel_threads, 1)
         if (threadIdx.x < 32) {
             producer<T, D>{q_map, k_map, v_map, a, b, base}.run();
         } else if (threadIdx.x < 64) {
-            planner{a.w, b.headers, &a.w.state->next_query}.run();
+            planner{a.w, b.headers, &a.w.state->next_query}.run([](const tile_header &) {});
         }
     } else {
         warpgroup_take_registers<232>();
