@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 2 bench/context_parallel.py [--tokens 262144] [--long 2097152] [--out FILE]
 
 A step is one attention layer's forward and backward pass with the KL loss, MiniMax-M3 heads, bf16, random selection,
-one document. Every rank also times its own part without communication, on keys that it has already: what a step takes
-longer is the communication that nothing hid. One card's step is timed on rank 0 while the others wait. NVLink multicast
-is left off (NCCL_NVLS_ENABLE=0)."""
+one document. Besides it each rank times its own part on keys that lie there already, and the exchange alone: what a
+step takes longer than the slowest rank's part is what nothing hid of the exchange. One card's step is timed on rank 0
+while the others wait. All take turns of about a second, since a card that has just begun runs at higher clocks. NVLink
+multicast is left off (NCCL_NVLS_ENABLE=0)."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from flashmsa.context_parallel import ContextParallel, attention
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 HEADS, DIM, TOP_K = (64, 4, 4, 4, 1), 128, 16  # q, k, v, q_proxy, k_proxy
-RUNS = 5
+TURNS, RUNS = 3, 8  # of a turn's runs the second half counts
 
 
 def leaves(rows: int, seed: int) -> list[torch.Tensor]:
@@ -43,23 +44,27 @@ def leaves(rows: int, seed: int) -> list[torch.Tensor]:
     return [*[normal(heads).requires_grad_() for heads in HEADS[:3]], *proxies, normal(HEADS[0])]
 
 
-def milliseconds(step: Callable[[], Any], runs: int, ranks: bool) -> float:
-    """Median time of a step; with `ranks`, of the slowest rank, all of which begin together."""
-    times = []
-    for i in range(runs + 2):
-        if ranks:
+def times(step: Callable[[], Any], runs: int, group: bool) -> list[float]:
+    """Milliseconds of each run; with `group`, every rank's runs begin together."""
+    events = []
+    for _ in range(runs):
+        if group:
             dist.barrier()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         step()
         end.record()
         torch.cuda.synchronize()
-        took = torch.tensor(begin.elapsed_time(end), device="cuda")
-        if ranks:
-            dist.all_reduce(took, dist.ReduceOp.MAX)
-        if i >= 2:
-            times.append(took.item())
-    return statistics.median(times)
+        events.append((begin, end))
+    return [begin.elapsed_time(end) for begin, end in events]
+
+
+def by_rank(values: list[float]) -> list[list[float]]:
+    """Every rank's values."""
+    mine = torch.tensor(values, device="cuda")
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    return [x.tolist() for x in every]
 
 
 def spread_step(context: ContextParallel) -> Callable[[], None]:
@@ -69,6 +74,20 @@ def spread_step(context: ContextParallel) -> Callable[[], None]:
     def step() -> None:
         out, kl = attention(*x, context, TOP_K, return_kl=True, kl_value=False)
         torch.autograd.grad([out, kl], x, [dout, grad_kl])
+
+    return step
+
+
+def exchange_step(context: ContextParallel) -> Callable[[], None]:
+    """Keys gathered and put in order, their gradients in fp32 sent back and summed."""
+    _, k, v, _, k_proxy, _ = leaves(context.rows(), context.rank)
+    layout, x = context._layout(torch.device("cuda")), (k_proxy, k, v)
+    grads = [torch.randn(layout.keys, t.shape[1], DIM, device="cuda") for t in x]
+
+    def step() -> None:
+        keys = context.gather(k, v, k_proxy)
+        carriers = [keys._arrive(trip, t)[1] for trip, t in enumerate(x)]
+        torch.autograd.grad(carriers, x, grads)
 
     return step
 
@@ -102,40 +121,60 @@ def single_step(tokens: int) -> Callable[[], None]:
     return step
 
 
-def measure(tokens: int, long_tokens: int) -> dict[str, tuple[float, str, str]]:
-    """name -> (value, unit, how), on rank 0; the other ranks measure with it."""
-    world, figures = dist.get_world_size(), {}
+def measure(tokens: int) -> dict[str, tuple[float, str, str]]:
+    """name -> (value, unit, how)."""
+    world = dist.get_world_size()
     label, shape = f"m3.{tokens >> 10}k.{world}gpu", f"64/4/4/1 heads, {tokens:,} tokens, D 128, k 16, bf16"
     context = ContextParallel([0, tokens])
-    spread = milliseconds(spread_step(context), RUNS, True)
-    torch.cuda.empty_cache()
-    own = milliseconds(own_step(context), RUNS, True)
-    torch.cuda.empty_cache()
-    single = milliseconds(single_step(tokens), RUNS, False) if context.rank == 0 else 0.0
-    dist.barrier()
-    torch.cuda.empty_cache()
-    figures[f"cp.step.ms.{label}"] = (spread, "ms", f"forward and backward with KL, slowest rank; {shape}")
-    figures[f"cp.single.ms.{label}"] = (single, "ms", f"the same on one card; {shape}")
-    figures[f"cp.speedup.{label}"] = (single / spread, "x", "cp.single.ms over cp.step.ms")
-    exposed = (spread - own) / spread
-    figures[f"cp.exposed.{label}"] = (exposed, "", "part of a step beyond the slowest rank's own compute")
-    if long_tokens:
-        torch.cuda.reset_peak_memory_stats()
-        ms = milliseconds(spread_step(ContextParallel([0, long_tokens], keep_keys=True)), 1, True)
-        peak = torch.tensor(torch.cuda.max_memory_allocated() / (1 << 30), device="cuda")
-        peaks = [torch.empty_like(peak) for _ in range(world)]
-        dist.all_gather(peaks, peak)
-        long_label = f"m3.{long_tokens >> 20}m.{world}gpu"
-        figures[f"cp.step.ms.{long_label}"] = (ms, "ms", f"forward and backward with KL; {long_tokens:,} tokens")
-        for rank, value in enumerate(peaks):
-            name = f"cp.peak_gib.rank{rank}.{long_label}"
-            figures[name] = (value.item(), "GiB", "most memory allocated by PyTorch, inputs included")
+    narrow = ContextParallel([0, tokens], fp32_gradients=False)
+    steps = {"spread": spread_step(context), "own": own_step(context), "exchange": exchange_step(context)}
+    steps |= {"narrow": spread_step(narrow), "single": single_step(tokens) if context.rank == 0 else None}
+    taken: dict[str, list[list[float]]] = {name: [[] for _ in range(world)] for name in steps}
+    for _ in range(TURNS):
+        for name, step in steps.items():
+            mine = times(step, RUNS, name != "single") if step else [0.0] * RUNS
+            for rank, values in enumerate(by_rank(mine)):
+                taken[name][rank] += values[RUNS // 2 :]
+    slowest = {n: statistics.median(map(max, zip(*values, strict=True))) for n, values in taken.items()}
+    own = [statistics.median(values) for values in taken["own"]]
+    step, exchange, exposed = slowest["spread"], slowest["exchange"], slowest["spread"] - slowest["own"]
+    passes = "forward and backward with KL"
+    return {
+        f"cp.step.ms.{label}": (step, "ms", f"{passes}, slowest rank; {shape}"),
+        f"cp.single.ms.{label}": (slowest["single"], "ms", f"the same on one card; {shape}"),
+        f"cp.speedup.{label}": (slowest["single"] / step, "x", "cp.single.ms over cp.step.ms"),
+        f"cp.own.ms.{label}": (slowest["own"], "ms", "slowest rank's part on keys that lie there, no exchange"),
+        f"cp.own.max_over_mean.{label}": (max(own) / statistics.mean(own), "x", "slowest rank's part over the mean"),
+        f"cp.exchange.ms.{label}": (exchange, "ms", "keys there, gradients back in fp32, put in order; no attention"),
+        f"cp.exposed.ms.{label}": (exposed, "ms", "cp.step.ms less cp.own.ms"),
+        f"cp.exposed.{label}": (exposed / step, "", "cp.exposed.ms over cp.step.ms"),
+        f"cp.exposed_of_exchange.{label}": (exposed / exchange, "", "cp.exposed.ms over cp.exchange.ms"),
+        f"cp.step_bf16_sums.ms.{label}": (slowest["narrow"], "ms", f"{passes}, fp32_gradients=False; {shape}"),
+    }
+
+
+def measure_long(tokens: int) -> dict[str, tuple[float, str, str]]:
+    """One step, after one that is not counted, of a document that no card could hold; each card's peak memory."""
+    world = dist.get_world_size()
+    label, context = f"m3.{tokens >> 20}m.{world}gpu", ContextParallel([0, tokens])
+    torch.cuda.reset_peak_memory_stats()
+    every = by_rank([*times(spread_step(context), 2, True), torch.cuda.max_memory_allocated() / (1 << 30)])
+    how = f"forward and backward with KL, slowest rank; 64/4/4/1 heads, {tokens:,} tokens, D 128, k 16, bf16"
+    figures = {f"cp.step.ms.{label}": (max(values[1] for values in every), "ms", how)}
+    for rank, values in enumerate(every):
+        name = f"cp.peak_gib.rank{rank}.{label}"
+        figures[name] = (values[2], "GiB", "most memory allocated by PyTorch, inputs included")
     return figures
 
 
 def git_commit() -> str:
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return os.environ.get("FLASHMSA_COMMIT") or git.stdout.strip() or "unknown"
+
+
+def driver() -> str:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    return subprocess.run(query, capture_output=True, text=True).stdout.strip()
 
 
 def main() -> None:
@@ -146,22 +185,29 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
-    figures = measure(arguments.tokens, arguments.long)
-    if dist.get_rank() == 0:
-        card = torch.cuda.get_device_name()
-        report = {
+    card = torch.cuda.get_device_name()
+    name = f"{card.split()[-1].lower()}x{dist.get_world_size()}.json"
+    out, report = pathlib.Path(arguments.out) if arguments.out else ROOT / "results" / name, {}
+    parts = {"context_parallel": (measure, arguments.tokens)}
+    if arguments.long:
+        parts["context_parallel_long"] = (measure_long, arguments.long)
+    for part, (function, tokens) in parts.items():
+        torch.cuda.empty_cache()
+        figures = function(tokens)
+        if dist.get_rank() > 0:
+            continue
+        report[part] = {
             "commit": git_commit(),
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "card": f"{dist.get_world_size()} x {card}",
+            "driver": driver(),
             "cuda": torch.version.cuda,
             "torch": torch.__version__,
             "figures": {n: {"value": round(v, 4), "unit": unit, "how": how} for n, (v, unit, how) in figures.items()},
         }
-        name = f"{card.split()[-1].lower()}x{dist.get_world_size()}.json"
-        out = pathlib.Path(arguments.out) if arguments.out else ROOT / "results" / name
         out.write_text(json.dumps(report, indent=2) + "\n")
         for figure, (value, unit, _) in figures.items():
-            print(f"{figure:44} {value:10.4f} {unit}")
+            print(f"{figure:44} {value:10.4f} {unit}", flush=True)
     dist.destroy_process_group()
 
 

@@ -154,10 +154,10 @@ class ContextParallel:
             x = x.detach().movedim(dim, 0)
             self._check(lambda: None, (x,), "unshard")
             result = x.new_zeros((self.plan.total + 1, *x.shape[1:]))
-            if self.world == 1:
+            most = max(self.plan.rows)
+            if self.world == 1 or most == 0:
                 result[self._layout(x.device).rows] = x
             else:
-                most = max(self.plan.rows)
                 send = x.new_zeros((most, *x.shape[1:]))
                 send[: x.shape[0]] = x
                 everything = torch.ops._c10d_functional.all_gather_into_tensor(send, self.world, self._name)

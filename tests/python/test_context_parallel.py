@@ -1,4 +1,5 @@
-"""Context parallelism on 1 to 4 gloo processes against one process, and both against fp64."""
+"""Context parallelism on 1 to 4 processes against one process, and both against fp64: with gloo on the CPU, and with
+NCCL where there are cards, as many ranks as cards."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pathlib
 
 import pytest
 import torch
-from conftest import make_inputs
+from conftest import DEVICES, make_inputs
 from ranks import Failed, Ranks
 
 import flashmsa
@@ -18,7 +19,8 @@ from flashmsa.context_parallel import ContextParallel, Piece, Plan, WorkModel, a
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed")
 
 REAL = json.loads((pathlib.Path(__file__).parents[1] / "packs_192k.json").read_text())["packs"]
-BLOCK, TOP_K = 16, 3
+TOP_K = 3
+BLOCK, DIM = {"cpu": 16, "cuda": 64}, {"cpu": 32, "cuda": 64}  # the smallest that a device has
 NAMES = ("q_proxy", "k_proxy", "q", "k", "v")
 GRAD_KL = 1.7
 
@@ -27,8 +29,11 @@ GRAD_KL = 1.7
 class Case:
     """A pack with the choices of a call. `pieces` instead of a plan of make_plan: (document, begin, end) by rank."""
 
+    device: str
     lengths: tuple[int, ...]
     dtype: torch.dtype = torch.float32
+    dim: int = 0  # DIM and BLOCK of the device
+    block: int = 0
     heads: tuple[int, int, int, int] = (4, 2, 2, 1)
     top_k: int = TOP_K
     padding: int = 0
@@ -38,39 +43,52 @@ class Case:
     two_steps: bool = False
     uses: tuple[str, ...] = ("out", "kl")
 
-    def inputs(self):
-        x = make_inputs(list(self.lengths), self.heads, 32, self.dtype)
+    @property
+    def block_size(self) -> int:
+        return self.block or BLOCK[self.device]
+
+    def inputs(self, device=None):
+        """Tensors by name, gradient of the output, offsets."""
+        device = device or self.device
+        x = make_inputs(list(self.lengths), self.heads, self.dim or DIM[self.device], self.dtype, device)
         nan = torch.nn.functional.pad
         tensors = [nan(t.detach(), (0, 0, 0, 0, 0, self.padding), value=float("nan")) for t in x.leaves()]
         g = torch.Generator().manual_seed(7)
-        dout = torch.randn(tensors[2].shape, generator=g, dtype=torch.float64).to(self.dtype)
-        return dict(zip(NAMES, tensors, strict=True)), dout, x.cu.tolist()
+        dout = torch.randn(tensors[2].shape, generator=g, dtype=torch.float64).to(device, self.dtype)
+        return dict(zip(NAMES, tensors, strict=True)), dout, x.cu
 
     def context(self, group=None, world=1):
         cu = torch.tensor([0, *self.lengths]).cumsum(0).tolist()
         total = cu[-1] + self.padding
         if self.pieces is None:
-            plan = flashmsa.context_parallel.make_plan(cu, world, total=total, model=WorkModel(1.0, 20.0, 0.0, 48))
+            model = WorkModel(1.0, 20.0, 0.0, TOP_K * self.block_size)
+            plan = flashmsa.context_parallel.make_plan(cu, world, total=total, model=model)
         else:
             plan = Plan(tuple(cu), total, world, WorkModel(), tuple(tuple(Piece(*p) for p in r) for r in self.pieces))
         return ContextParallel(plan, group, keep_keys=self.keep_keys, fp32_gradients=self.fp32_gradients)
 
 
-def alone(case: Case, dtype: torch.dtype | None = None, block_indices: torch.Tensor | None = None):
-    """The same by one process and without this module."""
-    tensors, dout, cu = case.inputs()
-    leaves = {name: x.to(dtype or x.dtype).requires_grad_() for name, x in tensors.items()}
-    cu = torch.tensor(cu, dtype=torch.int32)
+def losses(case: Case, out: torch.Tensor, kl: torch.Tensor, dout: torch.Tensor):
+    """What `case` takes gradients of, with the incoming ones."""
+    loss = {"out": (out, dout.to(out.dtype)), "kl": (kl, torch.full_like(kl, GRAD_KL))}
+    return zip(*[loss[use] for use in case.uses], strict=True)
+
+
+def alone(case: Case, exact: bool = False, block_indices: torch.Tensor | None = None):
+    """The same by one process and without this module; exact: in fp64, on the CPU."""
+    tensors, dout, cu = case.inputs("cpu" if exact else None)
+    leaves = {name: (x.double() if exact else x).requires_grad_() for name, x in tensors.items()}
     if case.top_k and block_indices is None:
-        block_indices = flashmsa.ops.select(tensors["q_proxy"], tensors["k_proxy"], cu, cu, case.top_k, BLOCK)
+        select_ = flashmsa.ops.select
+        block_indices = select_(tensors["q_proxy"], tensors["k_proxy"], cu, cu, case.top_k, case.block_size)
     out, kl, lse = flashmsa.flash_msa_varlen_func(
         leaves["q"], leaves["k"], leaves["v"], leaves["q_proxy"], leaves["k_proxy"], cu, cu, 0, 0, case.top_k,
-        block_size=BLOCK, block_indices=block_indices, return_kl=True, return_lse=True,
+        block_size=case.block_size, block_indices=block_indices, return_kl=True, return_lse=True,
     )  # fmt: skip
-    loss = {"out": (out, dout.to(out.dtype)), "kl": (kl, torch.tensor(GRAD_KL, dtype=kl.dtype))}
-    torch.autograd.backward(*zip(*[loss[use] for use in case.uses], strict=True))
+    torch.autograd.backward(*losses(case, out, kl, dout))
     grads = {"d" + name: x.grad for name, x in leaves.items() if x.grad is not None}
-    return {"block_indices": block_indices, "out": out.detach(), "kl": kl.detach(), "lse": lse.t(), **grads}
+    results = {"block_indices": block_indices, "out": out.detach(), "kl": kl.detach(), "lse": lse.t(), **grads}
+    return {name: None if x is None else x.cpu() for name, x in results.items()}
 
 
 def spread(group, case: Case):
@@ -80,23 +98,22 @@ def spread(group, case: Case):
     x = {name: context.shard(t).requires_grad_() for name, t in tensors.items()}
     result = {}
     if case.top_k:
-        local = select(x["q_proxy"], x["k_proxy"], context, case.top_k, block_size=BLOCK)
+        local = select(x["q_proxy"], x["k_proxy"], context, case.top_k, block_size=case.block_size)
         result["block_indices"] = context.unshard(local + 1, 1) - 1
-    options = {"block_size": BLOCK, "return_kl": True, "return_lse": True}
+    options = {"block_size": case.block_size, "return_kl": True, "return_lse": True}
     if case.two_steps:
         keys = context.gather(x["k"], x["v"], x["k_proxy"])
         out, kl, lse = keys.attend(x["q"], x["q_proxy"], case.top_k, **options)
     else:
         out, kl, lse = attention(x["q"], x["k"], x["v"], x["q_proxy"], x["k_proxy"], context, case.top_k, **options)
-    loss = {"out": (out, context.shard(dout)), "kl": (kl, torch.tensor(GRAD_KL, dtype=kl.dtype))}
-    torch.autograd.backward(*zip(*[loss[use] for use in case.uses], strict=True))
+    torch.autograd.backward(*losses(case, out, kl, context.shard(dout)))
     result |= {"out": context.unshard(out), "kl": context.sum(kl), "lse": context.unshard(lse, 1).t()}
     return result | {"d" + n: context.unshard(t.grad) for n, t in x.items() if t.grad is not None}
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    workers = Ranks()
+@pytest.fixture(scope="module", params=DEVICES)
+def ranks(request):
+    workers = Ranks(request.param)
     yield workers
     workers.close()
 
@@ -112,9 +129,23 @@ KINDS = {
     "fp64": {"dtype": torch.float64},
     "more rows than documents": {"padding": 9},
     "other heads": {"heads": (6, 1, 3, 3), "dtype": torch.bfloat16},
-    # Rank 1 has no rows, chunks are cut within blocks and lie in no balance.
-    "a plan by hand": {"pieces": (((0, 0, 7), (0, 211, 230)), (), ((0, 7, 211), (1, 5, 6)), ((1, 0, 5), (1, 6, 55)))},
+    "heads of 128": {"dim": 128, "block": 128, "heads": (32, 2, 2, 1), "dtype": torch.bfloat16},
 }
+# Plans whose chunks are cut within blocks and lie in no balance; of four ranks, one has no rows.
+BY_HAND = {
+    2: (((0, 0, 7), (0, 211, 230), (1, 0, 5), (1, 6, 55)), ((0, 7, 211), (1, 5, 6))),
+    4: (((0, 0, 7), (0, 211, 230)), (), ((0, 7, 211), (1, 5, 6)), ((1, 0, 5), (1, 6, 55))),
+}
+
+
+def two_documents(ranks: Ranks, **choices) -> Case:
+    block = choices.get("block", BLOCK[ranks.device])
+    return Case(ranks.device, (14 * block + 6, 3 * block + 7), **choices)
+
+
+def needs(ranks: Ranks, count: int) -> None:
+    if ranks.most < count:
+        pytest.skip(f"needs {count} cards")
 
 
 def check_rows(name: str, got: torch.Tensor, one: torch.Tensor, exact: torch.Tensor, floor: float) -> None:
@@ -131,12 +162,19 @@ def check_rows(name: str, got: torch.Tensor, one: torch.Tensor, exact: torch.Ten
     assert (wrong.norm(dim=1) <= bound).all(), f"{name}: row {row} is off by {wrong.norm(dim=1)[row]}"
 
 
+# Sums of the card's fp32 atomics have no order.
+FLOORS = {
+    "cpu": {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float64: 1e-14},
+    "cuda": {torch.float32: 1e-5, torch.bfloat16: 4e-3},
+}
+
+
 def check(ranks: Ranks, case: Case, numbers: tuple[int, ...] = (1, 2, 3, 4)) -> None:
     one = alone(case)
-    exact = alone(case, torch.float64, one["block_indices"])
-    floor = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float64: 1e-14}[case.dtype]
+    exact = alone(case, True, one["block_indices"])
+    floor = FLOORS[case.device][case.dtype]
     documents = sum(case.lengths)
-    for n in numbers:
+    for n in sorted({min(n, ranks.most) for n in numbers}):
         answers = ranks.all(n, spread, case)
         assert answers[0].keys() >= {name for name in one if one[name] is not None}
         for answer in answers:
@@ -148,44 +186,51 @@ def check(ranks: Ranks, case: Case, numbers: tuple[int, ...] = (1, 2, 3, 4)) -> 
             elif one.get(name) is None:
                 assert (value == 0).all(), f"{name} has a gradient from nowhere"
             elif name == "kl":
-                check_rows(name, value, one[name], exact[name], max(floor / 100, 1e-6))
+                check_rows(name, value, one[name], exact[name], max(floor / 100, FLOORS[case.device][torch.float32]))
             else:
                 assert (value[documents:] == 0).all()
                 check_rows(name, *(x[:documents] for x in (value, one[name], exact[name])), floor)
 
 
 EDGE = {
-    "one token": (1,),
-    "empty documents": (0, 0, 7, 0, 293),
-    "around a block": (1, 15, 16, 17, 31, 32, 33, 127, 128, 129),
-    "fewer documents than ranks": (3, 200),
-    "many of three tokens": (3,) * 150,
-    "one long": (517,),
-    "long and short": (400, 5, 5, 5, 61, 3, 90),
-    "nothing": (0, 0),
+    "one token": lambda b: (1,),
+    "empty documents": lambda b: (0, 0, 7, 0, 18 * b + 5),
+    "around a block": lambda b: (1, b - 1, b, b + 1, 2 * b - 1, 2 * b, 2 * b + 1, 8 * b - 1, 8 * b, 8 * b + 1),
+    "fewer documents than ranks": lambda b: (3, 12 * b + 8),
+    "many of three tokens": lambda b: (3,) * 150,
+    "one long": lambda b: (32 * b + 5,),
+    "long and short": lambda b: (25 * b, 5, 5, 5, 4 * b - 3, 3, 6 * b - 6),
+    "nothing": lambda b: (0, 0),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", EDGE)
 def test_edge_case_packs(ranks, name, dtype):
-    check(ranks, Case(EDGE[name], dtype), (1, 2, 3, 4) if dtype == torch.float32 else (3, 4))
+    lengths = EDGE[name](BLOCK[ranks.device])
+    check(ranks, Case(ranks.device, lengths, dtype), (1, 2, 3, 4) if dtype == torch.float32 else (3, 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("pack", REAL)
 def test_real_packs_scaled_down(ranks, pack, dtype):
-    check(
-        ranks,
-        Case(tuple((n + 255) // 256 for n in REAL[pack]), dtype),
-        (1, 2, 3, 4) if dtype == torch.float32 else (2, 4),
-    )
+    scale = 16 * 256 // BLOCK[ranks.device]
+    lengths = tuple((n + scale - 1) // scale for n in REAL[pack])
+    check(ranks, Case(ranks.device, lengths, dtype), (1, 2, 3, 4) if dtype == torch.float32 else (2, 4))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_calls(ranks, kind):
-    case = Case(**{"lengths": (230, 55), **KINDS[kind]})
-    check(ranks, case, (4,) if case.pieces else (1, 3))
+    case = two_documents(ranks, **KINDS[kind])
+    if case.dtype not in FLOORS[ranks.device]:
+        pytest.skip(f"no {case.dtype} on {ranks.device}")
+    check(ranks, case, (1, 3))
+
+
+def test_a_plan_by_hand(ranks):
+    needs(ranks, 2)
+    world = max(n for n in BY_HAND if n <= ranks.most)
+    check(ranks, Case(ranks.device, (230, 55), pieces=BY_HAND[world]), (world,))
 
 
 def of_proxy_loss(group, case: Case):
@@ -193,11 +238,12 @@ def of_proxy_loss(group, case: Case):
     tensors, _, _ = case.inputs()
     x = {name: context.shard(t) for name, t in tensors.items()}
     args = (x["q"], x["k"], x["v"], x["q_proxy"], x["k_proxy"], context, case.top_k)
-    indices = select(x["q_proxy"], x["k_proxy"], context, case.top_k, block_size=BLOCK) if case.top_k else None
-    _, lse = attention(*args, block_size=BLOCK, block_indices=indices, return_lse=True)
+    block = case.block_size
+    indices = select(x["q_proxy"], x["k_proxy"], context, case.top_k, block_size=block) if case.top_k else None
+    _, lse = attention(*args, block_size=block, block_indices=indices, return_lse=True)
     kl, dq, dk = proxy_loss(
-        x["q_proxy"], x["k_proxy"], x["q"], x["k"], lse, indices, context, block_size=BLOCK,
-        grad_kl=torch.tensor(GRAD_KL),
+        x["q_proxy"], x["k_proxy"], x["q"], x["k"], lse, indices, context, block_size=block,
+        grad_kl=torch.tensor(GRAD_KL, device=lse.device),
     )  # fmt: skip
     return {"kl": context.sum(kl), "dq_proxy": context.unshard(dq), "dk_proxy": context.unshard(dk)}
 
@@ -211,24 +257,26 @@ def without_proxies(group, case: Case):
 
 
 def test_dense_attention_without_proxies(ranks):
-    case = Case((230, 55), top_k=0, uses=("out",))
+    case = two_documents(ranks, top_k=0, uses=("out",))
     expected = alone(case)
-    for answer in ranks.all(3, without_proxies, case):
+    for answer in ranks.all(min(3, ranks.most), without_proxies, case):
         for name, value in zip(("dq", "dk", "dv"), answer, strict=True):
             torch.testing.assert_close(value, expected[name], atol=1e-5, rtol=1e-4)
 
 
-def of_layer(group, lengths: list[int], mode: str):
+def of_layer(group, device: str, lengths: list[int], mode: str):
     from flashmsa.module import MSAttention
 
     torch.manual_seed(0)
-    layer = MSAttention(64, num_heads=4, num_kv_heads=2, block_size=BLOCK, top_k=TOP_K, mode=mode)
+    layer = MSAttention(
+        64, num_heads=4, num_kv_heads=2, head_dim=DIM[device], block_size=BLOCK[device], top_k=TOP_K, mode=mode
+    ).to(device)
     cu = torch.tensor([0, *lengths]).cumsum(0)
-    hidden, target = torch.randn(2, sum(lengths), 64)
+    hidden, target = torch.randn(2, sum(lengths), 64).to(device)
     if group is None:
-        out, kl = layer(hidden, cu_seqlens=cu.int())
+        out, kl = layer(hidden, cu_seqlens=cu.int().to(device))
         (((out - target) ** 2).sum() + kl).backward()
-        return [out, kl, *[p.grad for p in layer.parameters()]]
+        return [x.cpu() for x in (out, kl, *[p.grad for p in layer.parameters()])]
     context = ContextParallel(cu, group)
     out, kl = layer(context.shard(hidden), context=context)
     (((out - context.shard(target)) ** 2).sum() + kl).backward()
@@ -237,18 +285,18 @@ def of_layer(group, lengths: list[int], mode: str):
 
 @pytest.mark.parametrize("mode", ["sparse", "dense"])
 def test_layer(ranks, mode):
-    lengths = [300, 11, 40]
-    expected = of_layer(None, lengths, mode)
-    for answer in ranks.all(3, of_layer, lengths, mode):
+    arguments = (ranks.device, [19 * BLOCK[ranks.device] - 4, 11, 40], mode)
+    expected = of_layer(None, *arguments)
+    for answer in ranks.all(min(3, ranks.most), of_layer, *arguments):
         for x, y in zip(answer, expected, strict=True):
             torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("top_k", [0, TOP_K])
 def test_proxy_loss(ranks, top_k):
-    case = Case((230, 55), top_k=top_k, uses=("kl",))
+    case = two_documents(ranks, top_k=top_k, uses=("kl",))
     expected = alone(case)
-    for answer in ranks.all(3, of_proxy_loss, case):
+    for answer in ranks.all(min(3, ranks.most), of_proxy_loss, case):
         for name, value in answer.items():
             torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=1e-4)
 
@@ -256,10 +304,9 @@ def test_proxy_loss(ranks, top_k):
 # ---- Errors -------------------------------------------------------------------------------------------------------
 
 
-def call_with_error(group, kind: str):
-    rank = torch.distributed.get_rank(group)
-    case = Case((230, 55))
-    context = case.context(group, torch.distributed.get_world_size(group))
+def call_with_error(group, case: Case, kind: str):
+    rank, world = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    context = case.context(group, world)
     tensors, _, _ = case.inputs()
     x = [context.shard(tensors[n]) for n in ("q", "k", "v", "q_proxy", "k_proxy")]
     if rank == 1 and kind == "rows":
@@ -267,18 +314,19 @@ def call_with_error(group, kind: str):
     if rank == 1 and kind == "dtype":
         x[2] = x[2].double()
     if rank == 1 and kind == "plan":
-        context = Case((229, 56)).context(group, 3)
+        other = dataclasses.replace(case, lengths=(case.lengths[0] - 1, case.lengths[1] + 1))
+        context = other.context(group, world)
         x = [context.shard(tensors[n]) for n in ("q", "k", "v", "q_proxy", "k_proxy")]
     if rank == 1 and kind == "gradient":
         x[0].requires_grad_()
     top_k = 2 if rank == 1 and kind == "top_k" else TOP_K
     if rank == 1 and kind == "caller":
         context._check(lambda: int("no number"), (), ())
-    indices = select(*x[3:], context, TOP_K, block_size=BLOCK) if kind == "later" else None
+    indices = select(*x[3:], context, TOP_K, block_size=case.block_size) if kind == "later" else None
     if rank == 1 and kind == "later":
-        indices[1, 0] = 99
+        indices = indices.long()
     x[1].requires_grad_()
-    attention(*x, context, top_k, block_size=BLOCK, block_indices=indices).sum().backward()
+    attention(*x, context, top_k, block_size=case.block_size, block_indices=indices).sum().backward()
 
 
 @pytest.mark.parametrize(
@@ -290,15 +338,17 @@ def call_with_error(group, kind: str):
         ("gradient", "requires_grad"),
         ("top_k", "option"),
         ("caller", "no number"),
-        ("later", "holds 99"),
+        ("later", "block_indices"),
     ],
 )
 def test_an_error_on_one_rank_is_told_by_all(ranks, kind, sentence):
-    for rank, answer in enumerate(ranks.run(3, call_with_error, kind)):
+    needs(ranks, 2)
+    case, world = two_documents(ranks), min(3, ranks.most)
+    for rank, answer in enumerate(ranks.run(world, call_with_error, case, kind)):
         assert isinstance(answer, Failed), f"rank {rank} did not fail"
         assert sentence in str(answer), f"rank {rank}: {answer}"
         assert rank == 1 or "group" in str(answer)
-    assert ranks.all(3, spread, Case((230, 55)))  # and the group is still of use
+    assert ranks.all(world, spread, case)  # and the group is still of use
 
 
 @pytest.mark.parametrize("world", [2, 5])

@@ -194,3 +194,117 @@ def test_first_call_after_import_is_quick():
     result = subprocess.run([sys.executable, "-c", FIRST_CALL], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert 0 < float(result.stdout) < 1.0
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one card")
+def test_other_device():
+    x = inputs([500])
+    expected = step(x, deterministic=True)
+    other = Inputs(*[t.detach().to("cuda:1").requires_grad_() for t in x.leaves()], x.cu.to("cuda:1"))
+    results = step(other, deterministic=True)
+    assert torch.cuda.current_device() == 0
+    assert_equal([t.to("cuda:0") for t in results], expected)
+
+
+def test_tensors_on_two_devices_are_refused():
+    x = inputs([100])
+    with pytest.raises(ValueError, match="k is on cpu and q_proxy is on cuda:0"):
+        flashmsa.flash_msa_varlen_func(x.q, x.k.cpu(), x.v, x.q_proxy, x.k_proxy, x.cu, x.cu, 0, 0, 4)
+    with pytest.raises(ValueError, match="cu_seqlens_q is on cpu; it must be on cuda:0"):
+        flashmsa.flash_msa_varlen_func(x.q, x.k, x.v, x.q_proxy, x.k_proxy, x.cu.cpu(), x.cu, 0, 0, 4)
+
+
+def test_unaligned_pointers():
+    """Inputs off 16 bytes are refused; a gradient off 16 bytes, which the caller does not choose, is copied."""
+    x = inputs([64])
+    shifted = torch.zeros(x.q.numel() + 1, dtype=BF16, device="cuda")[1:].view_as(x.q)
+    with pytest.raises(ValueError, match=r"q.data is .*multiple of 16 bytes"):
+        flashmsa.flash_msa_varlen_func(shifted, x.k, x.v, x.q_proxy, x.k_proxy, x.cu, x.cu, 0, 0, 4)
+    out = flashmsa.flash_msa_varlen_func(x.q, x.k, x.v, x.q_proxy, x.k_proxy, x.cu, x.cu, 0, 0, 4)
+    out.backward(shifted)
+    assert x.q.grad.abs().max() == 0
+
+
+def test_unsupported_dimension_is_named():
+    x = make_inputs([64], HEADS, 80, BF16, "cuda")
+    with pytest.raises(RuntimeError, match="head_dim"):
+        step(x)
+
+
+def test_deterministic_repeats():
+    x = inputs([4096, 1000])
+    expected = step(x, deterministic=True)
+    for _ in range(20):
+        assert_equal(step(x, deterministic=True), expected)
+
+
+def test_fp16_proxy_gradients_do_not_underflow():
+    """With a loss scale of 1, N = tokens x heads must divide in fp32, before the result is rounded."""
+    x = make_inputs([4096], HEADS, 128, torch.float16, "cuda")
+    _, _, dq_proxy, dk_proxy, *_ = step(x)
+    assert (dk_proxy != 0).float().mean() > 0.8
+    scaled = torch.autograd.grad(
+        flashmsa.flash_msa_varlen_func(
+            x.q, x.k, x.v, x.q_proxy, x.k_proxy, x.cu, x.cu, 0, 0, 4, return_kl=True, kl_value=False
+        )[1],
+        x.leaves()[:2],
+        torch.tensor(65536.0, device="cuda"),
+    )
+    for mine, large in zip((dq_proxy, dk_proxy), scaled, strict=True):
+        error = (mine.double() - large.double() / 65536).norm() / (large.double() / 65536).norm()
+        assert error < 0.1
+
+
+def test_packing_does_not_leak():
+    """NaN in one document and behind the last leaves the others bit-identical, gradients too."""
+    x = inputs([300, 200, 500])
+    expected = step(x, deterministic=True)
+    y = x.clone()
+    with torch.no_grad():
+        for t in y.leaves():
+            t[300:500] = float("nan")
+    results = step(y, deterministic=True)
+    rows = torch.cat([torch.arange(0, 300), torch.arange(500, 1000)]).cuda()
+    for name in (0, 2, 3, 4, 5, 6):
+        assert torch.equal(results[name][rows], expected[name][rows])
+
+
+FIRST_CALL = """
+import time, torch
+torch.ones(8, device="cuda").sum().item()  # the driver and PyTorch have started
+start = time.perf_counter()
+import flashmsa
+x = [torch.randn(777, h, 64, device="cuda", dtype=torch.float16).requires_grad_() for h in (8, 2, 8, 4, 4)]
+cu = torch.tensor([0, 500, 777], dtype=torch.int32, device="cuda")
+q_proxy, k_proxy, q, k, v = x
+out, kl = flashmsa.flash_msa_varlen_func(q, k, v, q_proxy, k_proxy, cu, cu, 0, 0, 4, return_kl=True)
+(out.float().sum() + kl).backward()
+torch.cuda.synchronize()
+print(time.perf_counter() - start)
+"""
+
+
+def test_first_call_after_import_is_quick():
+    """Nothing is compiled at run time: import, the first forward and the first backward pass take under a second."""
+    result = subprocess.run([sys.executable, "-c", FIRST_CALL], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert 0 < float(result.stdout) < 1.0
+def test_first_call_is_quick():
+    """Nothing is compiled at run time: a shape that was never seen costs a fraction of a second."""
+    x = make_inputs([777], (8, 4, 8, 2), 64, torch.float16, "cuda")
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    step(x)
+    torch.cuda.synchronize()
+    assert time.perf_counter() - start < 1.0
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 cards")
+def test_tensors_on_another_card_than_the_current_one():
+    first = inputs([300, 700])
+    second = Inputs(*[x.detach().to("cuda:1").requires_grad_() for x in first.leaves()], first.cu.to("cuda:1"))
+    expected, got = step(first, deterministic=True), step(second, deterministic=True)
+    assert torch.cuda.current_device() == 0
+    for x, y in zip(expected, got, strict=True):
+        assert y.device.index == 1
+        assert torch.equal(x, y.to("cuda:0"))
