@@ -129,7 +129,7 @@ KINDS = {
     "fp64": {"dtype": torch.float64},
     "more rows than documents": {"padding": 9},
     "other heads": {"heads": (6, 1, 3, 3), "dtype": torch.bfloat16},
-    "heads of 128": {"dim": 128, "block": 128, "heads": (32, 2, 2, 1), "dtype": torch.bfloat16},
+    "blocks of 128": {"dim": 128, "block": 128, "dtype": torch.bfloat16},
 }
 # Plans whose chunks are cut within blocks and lie in no balance; of four ranks, one has no rows.
 BY_HAND = {
