@@ -5,9 +5,14 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from ranks import Ranks
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
@@ -17,6 +22,23 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@pytest.fixture(
+    scope="session",
+    params=[
+        "cpu",
+        pytest.param("one card", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no card")),
+        pytest.param("cards", marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 cards")),
+    ],
+)
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """Processes that tests of several ranks share."""
+    from ranks import Ranks
+
+    workers = Ranks(request.param)
+    yield workers
+    workers.close()
 
 
 @dataclasses.dataclass

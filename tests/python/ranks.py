@@ -1,5 +1,4 @@
-"""Processes with a group for every number of ranks, kept for all tests of a file: four on the CPU with gloo, or one for
-each card, up to four, with NCCL."""
+"""Processes with a process group for every number of ranks, kept for all tests of a run."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import io
 import os
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 # Multicast over NVLink is left off, here and in the workers. NCCL reads this when it is loaded.
@@ -17,35 +16,46 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+MOST = 4
+
 
 class Failed(Exception):
     """A rank raised: the sentence of its exception, with its type."""
 
 
 class Ranks:
-    """Worker processes, each the rank of its number. `most` of them: tests ask for no more ranks."""
+    """Worker processes, each the rank of its number; tests ask for no more than `most`. They are on the "cpu", share
+    "one card", or have a card each ("cards"). The first two talk by gloo, which takes tensors of a card too and is as
+    asynchronous about them as NCCL; the third by NCCL, which wants a card for every rank."""
 
-    def __init__(self, device: str = "cpu", preload: Sequence[str] = ()) -> None:
-        self.device = device
-        self.most = min(torch.cuda.device_count(), 4) if device == "cuda" else 4
-        # A process that is forked from one that has asked for cards cannot use them.
-        context: Any = mp.get_context("spawn" if device == "cuda" else "forkserver")
-        if device == "cpu":
-            context.set_forkserver_preload(["torch", "torch.distributed", "flashmsa.context_parallel", *preload])
+    def __init__(self, where: str) -> None:
+        self.device = "cpu" if where == "cpu" else "cuda"
+        self.most = min(torch.cuda.device_count(), MOST) if where == "cards" else MOST
+        self.where = where
+        self.pipes: list[Any] = []
+        self.processes: list[Any] = []
+
+    def start(self) -> None:
+        """`run` does it where they do not run."""
+        # What is forked from a process that has asked for cards cannot use them.
+        context: Any = mp.get_context("forkserver" if self.device == "cpu" else "spawn")
+        if self.device == "cpu":
+            context.set_forkserver_preload(["torch", "torch.distributed", "flashmsa.context_parallel"])
         self.folder = tempfile.TemporaryDirectory(prefix="flashmsa_ranks_")
-        self.pipes, self.processes = [], []
         for rank in range(self.most):
             mine, theirs = context.Pipe()
-            arguments = (rank, self.most, device, f"{self.folder.name}/store", theirs)
+            arguments = (rank, self.most, self.where, f"{self.folder.name}/store", theirs)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(mine)
             self.processes.append(process)
 
-    def run(self, ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 40) -> list[Any]:
+    def run(self, ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
         """function(group, *args) on each of the first ranks; what each returned, on the CPU, or a Failed in its
         place."""
+        if not self.processes:
+            self.start()
         for pipe in self.pipes[:ranks]:
             pipe.send((ranks, function, args))
         answers = []
@@ -68,21 +78,25 @@ class Ranks:
         return answers
 
     def close(self) -> None:
+        """Ends the processes; the next `run` starts others."""
+        if not self.processes:
+            return
         for pipe in self.pipes:
             pipe.close()
         for process in self.processes:
             process.join(1)
             if process.is_alive():
                 process.kill()
+        self.pipes, self.processes = [], []
         self.folder.cleanup()
 
 
-def _serve(rank: int, world: int, device: str, store: str, pipe: Any) -> None:
+def _serve(rank: int, world: int, where: str, store: str, pipe: Any) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    if device == "cuda":
+    if where == "cards":
         torch.cuda.set_device(rank)
-    backend = "nccl" if device == "cuda" else "gloo"
+    backend = "nccl" if where == "cards" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
     groups = {n: dist.new_group(list(range(n))) for n in range(1, world + 1)}
     while True:

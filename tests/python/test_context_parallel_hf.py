@@ -7,8 +7,6 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.17")
 
-from conftest import DEVICES
-from ranks import Ranks
 from test_hf import make_model
 
 from flashmsa import hf
@@ -16,13 +14,6 @@ from flashmsa.context_parallel import ContextParallel
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed")
 LENGTHS = [250, 9, 61]
-
-
-@pytest.fixture(scope="module", params=DEVICES)
-def ranks(request):
-    workers = Ranks(request.param, ["transformers.models.minimax_m3_vl.modeling_minimax_m3_vl", "flashmsa.hf"])
-    yield workers
-    workers.close()
 
 
 def step(group, device: str):

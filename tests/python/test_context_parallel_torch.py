@@ -12,20 +12,13 @@ import pytest
 import torch
 import torch.distributed.fsdp
 from conftest import DEVICES
-from ranks import Failed, Ranks
+from ranks import Failed
 from test_context_parallel import BLOCK, DIM, NAMES, TOP_K, Case, losses, needs, spread, two_documents
 
 from flashmsa.context_parallel import ContextParallel, attention
 from flashmsa.module import MSAttention
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed")
-
-
-@pytest.fixture(scope="module", params=DEVICES)
-def ranks(request):
-    workers = Ranks(request.param, ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.device_mesh"])
-    yield workers
-    workers.close()
 
 
 def compiled(group, case: Case):
@@ -174,7 +167,7 @@ def test_example(device):
             assert numbers[0] == pytest.approx(numbers[1], rel=1e-3, abs=1e-3)
 
 
-# ---- A rank that ends; the last test, since the processes are of no use after it ----------------------------------
+# ---- A rank that ends ---------------------------------------------------------------------------------------------
 
 
 def ends(group, case: Case):
@@ -188,6 +181,7 @@ def ends(group, case: Case):
 def test_a_dead_rank_ends_the_others(ranks):
     needs(ranks, 2)
     answers = ranks.run(min(3, ranks.most), ends, two_documents(ranks))
+    ranks.close()  # the processes are of no use any more
     assert all(isinstance(answer, Failed) for answer in answers)
     assert "EOFError" in str(answers[1])
     for answer in (answers[0], *answers[2:]):
