@@ -28,7 +28,7 @@ def device(request: pytest.FixtureRequest) -> str:
     scope="session",
     params=[
         "cpu",
-        pytest.param("one card", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no card")),
+        pytest.param("one_card", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no card")),
         pytest.param("cards", marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 cards")),
     ],
 )

@@ -25,7 +25,7 @@ class Failed(Exception):
 
 class Ranks:
     """Worker processes, each the rank of its number; tests ask for no more than `most`. They are on the "cpu", share
-    "one card", or have a card each ("cards"). The first two talk by gloo, which takes tensors of a card too and is as
+    "one_card", or have a card each ("cards"). The first two talk by gloo, which takes tensors of a card too and is as
     asynchronous about them as NCCL; the third by NCCL, which wants a card for every rank."""
 
     def __init__(self, where: str) -> None:
