@@ -1,5 +1,6 @@
 """What context parallelism costs in compute, on one card: every rank's fragments are run one rank after the other, and
-beside them the whole pack at once. Nothing travels here; each rank has the gathered keys that it would have.
+beside them the whole pack at once. Nothing travels here; each rank has the gathered keys that it would have. Then two
+ranks' whole steps through PyTorch, with collectives that carry nothing: all that an exchange costs but the wire.
 
 Needs the package on PYTHONPATH (or installed) and a card; FLASHMSA_LIBRARY names the library. `measure_balance` needs
 no card, the rest about 100 GiB of it. Run as a program, this prints each rank's operations too."""
@@ -11,10 +12,11 @@ import sys
 import torch
 from bench_million import STEP, OneWorkspace
 from fmsa import FP32_KV_GRADS, ROOT, Problem
-from measure import BF16, M3, OUTPUTS
+from measure import BF16, M3, OUTPUTS, measure
 
+from flashmsa import flash_msa_varlen_func
 from flashmsa._cp_exchange import Layout
-from flashmsa.context_parallel import make_plan
+from flashmsa.context_parallel import ContextParallel, attention, make_plan
 
 DIM, TOP_K = 128, 16
 NAMES = ("select", "schedule", "forward", "backward_with_proxy")
@@ -30,16 +32,18 @@ def measure_balance(figures):
         figures[f"cp.balance.packs.{ranks}"] = (max(plan.imbalance for plan in plans), "x", how)
 
 
+def normal_tensors(seed):
+    """Makes tensors [rows, heads, DIM]."""
+    g = torch.Generator(device="cuda").manual_seed(seed)
+    return lambda rows, heads: torch.empty(rows, heads, DIM, device="cuda", dtype=BF16).normal_(generator=g)
+
+
 def rank_ms(plan, rank, runs=2):
     """Median milliseconds of a rank's step, and of each of its operations, in tensors of its own."""
     layout = Layout(plan, rank, torch.device("cpu"))
     fragments = torch.cat([layout.q_bounds, layout.k_bounds]).t().tolist()
     hq, hkv, hp, hpk = M3
-    g = torch.Generator(device="cuda").manual_seed(rank)
-
-    def normal(rows, heads):
-        return torch.empty(rows, heads, DIM, device="cuda", dtype=BF16).normal_(generator=g)
-
+    normal = normal_tensors(rank)
     x = {"q": normal(layout.count, hq), "q_proxy": normal(layout.count, hp), "dout": normal(layout.count, hq)}
     x |= {"k": normal(layout.keys, hkv), "v": normal(layout.keys, hkv), "k_proxy": normal(layout.keys, hpk)}
     x["grad_kl"] = torch.ones(1, device="cuda")
@@ -80,11 +84,50 @@ def compare(figures, label, what, cu, ranks):
     return ms, parts, single, operations
 
 
+def torch_step(attend, rows, seed):
+    """Forward and backward pass with KL of attend(q, k, v, q_proxy, k_proxy), as a task."""
+    hq, hkv, hp, hpk = M3
+    normal = normal_tensors(seed)
+    x = [normal(rows, heads).requires_grad_() for heads in (hq, hkv, hkv, hp, hpk)]
+    dout, grad_kl = normal(rows, hq), torch.ones((), device="cuda")
+
+    def task(_):
+        out, kl = attend(*x)
+        torch.autograd.grad([out, kl], x, [dout, grad_kl])
+
+    return task
+
+
+def measure_without_wire(figures, tokens=262144, ranks=2):
+    """Each rank's step where collectives return at once, beside one card's. The most that the cards could reach."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    cu, options = torch.tensor([0, tokens], dtype=torch.int32, device="cuda"), {"return_kl": True, "kl_value": False}
+    tasks = {"single": torch_step(lambda *x: flash_msa_varlen_func(*x, cu, cu, 0, 0, TOP_K, **options), tokens, 0)}
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    for rank in range(ranks):
+        context = ContextParallel([0, tokens], agree=False)
+        context.rank = rank
+        step = torch_step(lambda *x, c=context: attention(*x, c, TOP_K, **options), context.rows(), rank)
+        tasks[rank] = step
+    ms = measure(tasks)
+    dist.destroy_process_group()
+    label, single = f"m3.{tokens >> 10}k.{ranks}", ms.pop("single")
+    shape = f"one document of {tokens:,} tokens, 64/4/4/1 heads, D 128, k 16, bf16, random selection"
+    figures[f"cp.single.ms.{label}"] = (single, "ms", f"forward and backward with KL through PyTorch; {shape}")
+    how = f"slowest of {ranks} ranks in turn, collectives carry nothing; {shape}"
+    figures[f"cp.step_without_wire.ms.{label}"] = (max(ms.values()), "ms", how)
+    how = "cp.single.ms over cp.step_without_wire.ms"
+    figures[f"cp.speedup_without_wire.{label}"] = (single / max(ms.values()), "x", how)
+
+
 def measure_context_parallel(figures, shown=lambda *_: None):
-    """The plan's balance, and a long document on 8 ranks."""
+    """The plan's balance, a long document on 8 ranks, and two ranks' steps but for the wire."""
     measure_balance(figures)
     cu = [0, 1 << 20]
     shown("m3.1m.8", cu, compare(figures, "m3.1m.8", "one document of 1,048,576 tokens", cu, 8))
+    measure_without_wire(figures)
 
 
 def measure_packs(figures, shown=lambda *_: None):
