@@ -153,6 +153,7 @@ class Depart(torch.autograd.Function):
         ctx.route, ctx.dtype = route, x.dtype
         pending = depart(x, route)
         ctx.mark_non_differentiable(pending)
+        ctx.set_materialize_grads(False)  # zeros for `pending` would be as large as it is
         return pending, _carrier(route.padded, x, dtype), _carrier(x.shape[0] - route.local_shared, x, dtype)
 
     @staticmethod
@@ -175,14 +176,18 @@ class Arrive(torch.autograd.Function):
         route: Route,
     ) -> tuple[Tensor, Tensor]:
         ctx.route = route
-        ctx.save_for_backward(scatter_index)
         keys = arrive(pending, x, gather_index, route)
+        carrier = _carrier(keys.shape[0], keys, travelling.dtype)
+        ctx.save_for_backward(scatter_index, carrier)
         ctx.mark_non_differentiable(keys)
-        return keys, _carrier(keys.shape[0], keys, travelling.dtype)
+        ctx.set_materialize_grads(False)
+        return keys, carrier
 
     @staticmethod
-    def backward(ctx: Any, _: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (scatter_index,) = ctx.saved_tensors
+    def backward(ctx: Any, _: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        scatter_index, carrier = ctx.saved_tensors
+        if gradient is None:  # here; another rank may have one, and waits
+            gradient = carrier.contiguous()
         pending = depart_gradient(gradient, scatter_index, ctx.route)
         return None, pending, gradient[ctx.route.shared :], None, None, None, None
 
