@@ -100,6 +100,18 @@ def unshard_index(plan: Plan, device: torch.device) -> Tensor:
     return index.flatten().to(device)
 
 
+def gathered(x: Tensor, world: int, group: str) -> Tensor:
+    """Every rank's x, one after the other along dimension 0."""
+    everything: Tensor = _collectives.wait_tensor(_collectives.all_gather_into_tensor(x, world, group))
+    return everything
+
+
+def summed(x: Tensor, group: str) -> Tensor:
+    """The sum of every rank's x."""
+    total: Tensor = _collectives.wait_tensor(_collectives.all_reduce(x, "sum", group))
+    return total
+
+
 # ---- The exchange -------------------------------------------------------------------------------------------------
 
 
@@ -137,8 +149,8 @@ def depart_gradient(gradient: Tensor, scatter_index: Tensor, route: Route) -> Te
 
 def arrive_gradient(pending: Tensor, own: Tensor, route: Route, dtype: torch.dtype) -> Tensor:
     """Waits for `depart_gradient`: the gradient of the rank's rows, with `own` for those that did not travel."""
-    summed = _collectives.wait_tensor(pending)[: route.local_shared]
-    return (torch.cat([summed, own]) if own.shape[0] > 0 else summed).to(dtype)
+    shared = _collectives.wait_tensor(pending)[: route.local_shared]
+    return (torch.cat([shared, own]) if own.shape[0] > 0 else shared).to(dtype)
 
 
 def _carrier(rows: int, like: Tensor, dtype: torch.dtype) -> Tensor:

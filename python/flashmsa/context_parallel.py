@@ -36,6 +36,8 @@ from ._cp_exchange import (
     arrive_gradient,
     depart,
     depart_gradient,
+    gathered,
+    summed,
     told,
     unshard_index,
 )
@@ -160,8 +162,7 @@ class ContextParallel:
             else:
                 send = x.new_zeros((most, *x.shape[1:]))
                 send[: x.shape[0]] = x
-                everything = torch.ops._c10d_functional.all_gather_into_tensor(send, self.world, self._name)
-                everything = torch.ops._c10d_functional.wait_tensor(everything)
+                everything = gathered(send, self.world, self._name)
                 index = self._unshard.get(x.device)
                 if index is None:
                     index = self._unshard[x.device] = unshard_index(self.plan, x.device)
@@ -190,10 +191,7 @@ class ContextParallel:
         if self.world == 1:
             return x.detach().clone()
         self._check(lambda: None, (x.detach(),), "sum")
-        result: Tensor = torch.ops._c10d_functional.wait_tensor(
-            torch.ops._c10d_functional.all_reduce(x.detach(), "sum", self._name)
-        )
-        return result
+        return summed(x.detach(), self._name)
 
     # ---- The exchange
 

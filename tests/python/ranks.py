@@ -15,6 +15,9 @@ os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from flashmsa import _cp_exchange
 
 MOST = 4
 
@@ -25,8 +28,8 @@ class Failed(Exception):
 
 class Ranks:
     """Worker processes, each the rank of its number; tests ask for no more than `most`. They are on the "cpu", share
-    "one_card", or have a card each ("cards"). The first two talk by gloo, which takes tensors of a card too and is as
-    asynchronous about them as NCCL; the third by NCCL, which wants a card for every rank."""
+    "one_card", or have a card each ("cards"). The first two talk by gloo; the third by NCCL, which wants a card for
+    every rank."""
 
     def __init__(self, where: str) -> None:
         self.device = "cpu" if where == "cpu" else "cuda"
@@ -91,11 +94,59 @@ class Ranks:
         self.folder.cleanup()
 
 
+class ThroughHost:
+    """The functional collectives for ranks that share a card, which neither NCCL nor gloo gives them. They run on a
+    stream of their own, as NCCL's do, and late: who does not wait for a result reads NaN."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self.pending: dict[int, Any] = {}
+
+    def _start(self, x: torch.Tensor, rows: int, carry: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        result = x.new_full((rows, *x.shape[1:]), float("nan") if x.is_floating_point() else -1)
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            carried = carry(x.cpu()).pin_memory()
+            torch.cuda._sleep(1 << 22)
+            result.copy_(carried, non_blocking=True)
+            self.pending[result.data_ptr()] = self.stream.record_event()
+        result.record_stream(self.stream)
+        return result
+
+    def all_gather_into_tensor(self, x: torch.Tensor, world: int, group: Any) -> torch.Tensor:
+        def carry(host: torch.Tensor) -> torch.Tensor:
+            every = [torch.empty_like(host) for _ in range(world)]
+            dist.all_gather(every, host, group=_resolve_process_group(group))
+            return torch.cat(every)
+
+        return self._start(x, world * x.shape[0], carry)
+
+    def reduce_scatter_tensor(self, x: torch.Tensor, _: str, world: int, group: Any) -> torch.Tensor:
+        def carry(host: torch.Tensor) -> torch.Tensor:
+            dist.all_reduce(host, group=_resolve_process_group(group))
+            return host.chunk(world)[dist.get_rank(_resolve_process_group(group))]
+
+        return self._start(x, x.shape[0] // world, carry)
+
+    def all_reduce(self, x: torch.Tensor, _: str, group: Any) -> torch.Tensor:
+        def carry(host: torch.Tensor) -> torch.Tensor:
+            dist.all_reduce(host, group=_resolve_process_group(group))
+            return host
+
+        return self._start(x[None], 1, carry)[0]
+
+    def wait_tensor(self, x: torch.Tensor) -> torch.Tensor:
+        torch.cuda.current_stream().wait_event(self.pending.pop(x.data_ptr()))
+        return x
+
+
 def _serve(rank: int, world: int, where: str, store: str, pipe: Any) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     if where == "cards":
         torch.cuda.set_device(rank)
+    if where == "one_card":
+        _cp_exchange._collectives = ThroughHost()
     backend = "nccl" if where == "cards" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
     groups = {n: dist.new_group(list(range(n))) for n in range(1, world + 1)}
