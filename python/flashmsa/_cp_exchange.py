@@ -140,6 +140,11 @@ def arrive(pending: Tensor, x: Tensor, gather_index: Tensor, route: Route) -> Te
     return torch.cat([shared, x[route.local_shared :]]) if x.shape[0] > route.local_shared else shared
 
 
+def settle(pending: Tensor) -> None:
+    """Waits for `depart` where nothing will arrive: memory that a collective still writes must not be handed out."""
+    _collectives.wait_tensor(pending)
+
+
 def depart_gradient(gradient: Tensor, scatter_index: Tensor, route: Route) -> Tensor:
     """Starts to sum the gradient of all shared keys over the ranks: [padded, heads, dim], pending."""
     send = gradient[: route.shared].index_select(0, scatter_index)

@@ -37,6 +37,7 @@ from ._cp_exchange import (
     depart,
     depart_gradient,
     gathered,
+    settle,
     summed,
     told,
     unshard_index,
@@ -454,7 +455,15 @@ def _proxy_heads(q_proxy: Tensor | None, k: Tensor) -> int:
 
 def _attend(q: Tensor, q_proxy: Tensor | None, keys: Keys, choices: _Choices) -> Any:
     words = keys.context._words if keys.route is not None else ""
-    return told(words, lambda: _attend_here(q, q_proxy, keys, choices, words), leave_together=False)
+    if torch.compiler.is_compiling():
+        return _attend_here(q, q_proxy, keys, choices, words)
+    try:
+        return told(words, lambda: _attend_here(q, q_proxy, keys, choices, words), leave_together=False)
+    except Exception:
+        for trip in keys.trips:
+            if trip is not None:
+                settle(trip[0])
+        raise
 
 
 def _attend_here(q: Tensor, q_proxy: Tensor | None, keys: Keys, choices: _Choices, words: str) -> Any:

@@ -136,7 +136,9 @@ class ThroughHost:
         return self._start(x[None], 1, carry)[0]
 
     def wait_tensor(self, x: torch.Tensor) -> torch.Tensor:
-        torch.cuda.current_stream().wait_event(self.pending.pop(x.data_ptr()))
+        event = self.pending.pop(x.data_ptr(), None)
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
         return x
 
 
