@@ -103,6 +103,7 @@ PARTS = {
     "python": bench_python.measure,
     "context_parallel": bench_context_parallel.measure_context_parallel,
     "context_parallel_packs": bench_context_parallel.measure_packs,
+    "context_parallel_long": bench_context_parallel.measure_long,
 }
 
 

@@ -5,20 +5,24 @@ ranks' whole steps through PyTorch, with collectives that carry nothing: all tha
 Needs the package on PYTHONPATH (or installed) and a card; FLASHMSA_LIBRARY names the library. `measure_balance` needs
 no card, the rest about 100 GiB of it. Run as a program, this prints each rank's operations too."""
 
+import contextlib
 import json
 import statistics
 import sys
 
 import torch
+import torch.distributed as dist
 from bench_million import STEP, OneWorkspace
 from fmsa import FP32_KV_GRADS, ROOT, Problem
 from measure import BF16, M3, OUTPUTS, measure
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from flashmsa import flash_msa_varlen_func
 from flashmsa._cp_exchange import Layout
 from flashmsa.context_parallel import ContextParallel, attention, make_plan
 
 DIM, TOP_K = 128, 16
+LOSS_IS_USED = {"return_kl": True, "kl_value": False}
 NAMES = ("select", "schedule", "forward", "backward_with_proxy")
 PACKS = {n: torch.tensor([0, *lengths]).cumsum(0).tolist()
          for n, lengths in json.loads((ROOT / "tests" / "packs_192k.json").read_text())["packs"].items()}  # fmt: skip
@@ -98,28 +102,57 @@ def torch_step(attend, rows, seed):
     return task
 
 
+@contextlib.contextmanager
+def silent_group(ranks):
+    """A process group of this process alone, whose collectives return at once."""
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def rank_task(tokens, rank):
+    """A rank's step, exchange included, in a silent group."""
+    context = ContextParallel([0, tokens], agree=False)
+    context.rank = rank
+    return torch_step(lambda *x: attention(*x, context, TOP_K, **LOSS_IS_USED), context.rows(), rank)
+
+
 def measure_without_wire(figures, tokens=262144, ranks=2):
     """Each rank's step where collectives return at once, beside one card's. The most that the cards could reach."""
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    cu, options = torch.tensor([0, tokens], dtype=torch.int32, device="cuda"), {"return_kl": True, "kl_value": False}
-    tasks = {"single": torch_step(lambda *x: flash_msa_varlen_func(*x, cu, cu, 0, 0, TOP_K, **options), tokens, 0)}
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    for rank in range(ranks):
-        context = ContextParallel([0, tokens], agree=False)
-        context.rank = rank
-        step = torch_step(lambda *x, c=context: attention(*x, c, TOP_K, **options), context.rows(), rank)
-        tasks[rank] = step
-    ms = measure(tasks)
-    dist.destroy_process_group()
-    label, single = f"m3.{tokens >> 10}k.{ranks}", ms.pop("single")
+    cu = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
+    single = torch_step(lambda *x: flash_msa_varlen_func(*x, cu, cu, 0, 0, TOP_K, **LOSS_IS_USED), tokens, 0)
+    with silent_group(ranks):
+        ms = measure({"single": single, **{rank: rank_task(tokens, rank) for rank in range(ranks)}})
+    label, one = f"m3.{tokens >> 10}k.{ranks}", ms.pop("single")
     shape = f"one document of {tokens:,} tokens, 64/4/4/1 heads, D 128, k 16, bf16, random selection"
-    figures[f"cp.single.ms.{label}"] = (single, "ms", f"forward and backward with KL through PyTorch; {shape}")
+    figures[f"cp.single.ms.{label}"] = (one, "ms", f"forward and backward with KL through PyTorch; {shape}")
     how = f"slowest of {ranks} ranks in turn, collectives carry nothing; {shape}"
     figures[f"cp.step_without_wire.ms.{label}"] = (max(ms.values()), "ms", how)
     how = "cp.single.ms over cp.step_without_wire.ms"
-    figures[f"cp.speedup_without_wire.{label}"] = (single / max(ms.values()), "x", how)
+    figures[f"cp.speedup_without_wire.{label}"] = (one / max(ms.values()), "x", how)
+
+
+def measure_long(figures, tokens=1 << 21, ranks=2):
+    """Memory and time of each rank's step of a document that no single card could hold. Collectives carry nothing."""
+    label, ms = f"m3.{tokens >> 20}m.{ranks}", []
+    how = f"PyTorch's most memory allocated, inputs included; {tokens:,} tokens, 64/4/4/1 heads, D 128, k 16, bf16"
+    for rank in range(ranks):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        with silent_group(ranks):
+            task = rank_task(tokens, rank)
+            for _ in range(2):
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                task(0)
+                end.record()
+            torch.cuda.synchronize()
+        ms.append(begin.elapsed_time(end))
+        figures[f"cp.peak_gib.rank{rank}.{label}"] = (torch.cuda.max_memory_allocated() / (1 << 30), "GiB", how)
+    how = f"slowest of {ranks} ranks in turn, collectives carry nothing; forward and backward with KL"
+    figures[f"cp.step_without_wire.ms.{label}"] = (max(ms), "ms", how)
 
 
 def measure_context_parallel(figures, shown=lambda *_: None):
@@ -151,5 +184,6 @@ if __name__ == "__main__":
     figures = {}
     measure_context_parallel(figures, show)
     measure_packs(figures, show)
+    measure_long(figures)
     for name, (value, unit, _) in figures.items():
         print(f"{name:44} {value:10.4f} {unit}")
