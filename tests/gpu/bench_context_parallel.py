@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from bench_million import STEP, OneWorkspace
 from fmsa import FP32_KV_GRADS, ROOT, Problem
-from measure import BF16, M3, OUTPUTS, measure
+from measure import BF16, M3, OUTPUTS, steady
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from flashmsa import flash_msa_varlen_func
@@ -124,7 +124,7 @@ def measure_without_wire(figures, tokens=262144, ranks=2):
     cu = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
     single = torch_step(lambda *x: flash_msa_varlen_func(*x, cu, cu, 0, 0, TOP_K, **LOSS_IS_USED), tokens, 0)
     with silent_group(ranks):
-        ms = measure({"single": single, **{rank: rank_task(tokens, rank) for rank in range(ranks)}})
+        ms = steady({"single": single, **{rank: rank_task(tokens, rank) for rank in range(ranks)}}, seconds=0.5)
     label, one = f"m3.{tokens >> 10}k.{ranks}", ms.pop("single")
     shape = f"one document of {tokens:,} tokens, 64/4/4/1 heads, D 128, k 16, bf16, random selection"
     figures[f"cp.single.ms.{label}"] = (one, "ms", f"forward and backward with KL through PyTorch; {shape}")
