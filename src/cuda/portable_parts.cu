@@ -136,20 +136,21 @@ fmsa_status cut_shares(const fmsa_problem *problem, const work &w, const int32_t
     return launch("cutting", cut_sparse_kernel, dim3(1), 64, 0, stream, w, num_items, fmsa_cuda_segment_shift(problem));
 }
 
-/* ---- Rounding: a thread takes the four columns that stand together. It is bound by memory: each sum is read once. */
+/* ---- Rounding: a thread takes the four columns that stand together, of the head blockIdx.y. It is bound by memory:
+ * each sum is read once. ---- */
 
 constexpr int rounding_threads = 256;
 
 template <typename T>
 __global__ void __launch_bounds__(rounding_threads) round_kernel(const __grid_constant__ rounding r) {
-    const int quads = r.dim / 4;
-    const int64_t total = r.rows * r.heads * quads;
+    const uint32_t quads = r.dim / 4, block_rows = rounding_threads / quads;
+    const int64_t head = blockIdx.y;
+    const int place = static_cast<int>(threadIdx.x % quads) * 4;
     const float factor = r.device_factor == nullptr ? r.factor : r.factor * *r.device_factor;
     const view<T> out(static_cast<T *>(r.out.data), r.out.row_stride, r.out.head_stride);
-    for (int64_t i = int64_t(blockIdx.x) * rounding_threads + threadIdx.x; i < total;
-         i += int64_t(gridDim.x) * rounding_threads) {
-        const int64_t vector = i / quads, row = r.first_row + vector / r.heads, head = vector % r.heads;
-        const int place = static_cast<int>(i % quads) * 4;
+    for (int64_t i = int64_t(blockIdx.x) * block_rows + threadIdx.x / quads; i < r.rows;
+         i += int64_t(gridDim.x) * block_rows) {
+        const int64_t vector = i * r.heads + head, row = r.first_row + i;
         int terms = r.terms;
         if (r.counts != nullptr) {
             terms = r.counts[head / r.heads_per_count * r.count_stride + row] * r.terms_per_count;
@@ -169,7 +170,7 @@ __global__ void __launch_bounds__(rounding_threads) round_kernel(const __grid_co
 fmsa_status round_sums(const rounding &r, cudaStream_t stream) {
     return with_type(r.dtype, [&](auto type) {
         typedef decltype(type) T;
-        const unsigned grid = fmsa_cuda_grid(r.rows * r.heads * (r.dim / 4), rounding_threads);
+        const dim3 grid(fmsa_cuda_grid(r.rows * (r.dim / 4), rounding_threads), static_cast<unsigned>(r.heads));
         return launch("round_sums", round_kernel<T>, grid, rounding_threads, 0, stream, r);
     });
 }

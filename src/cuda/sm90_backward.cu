@@ -327,25 +327,27 @@ static fmsa_status run_chunk(const pass &pass, const backward_parameters &p, int
     const fmsa_problem *problem = pass.problem;
     const int64_t blocks = pass.found.dense && problem->max_fragment_blocks > 0 ? problem->max_fragment_blocks : 1;
     const dense_group first = make_group(problem, pass.plan, row_begin, 0);
-    const size_t rows = first.row_end - first.row_begin;
-    if (p.dq != nullptr && !p.dq_alone) {
-        FMSA_TRY(clear(p.dq, rows * dq_row_bytes(problem, pass.plan), pass.stream));
-        FMSA_TRY(clear(p.dq_turns, rows * dq_turns_row_bytes(problem), pass.stream));
-    }
-    for (int64_t block = 0; block < blocks; block += pass.plan.places) {
-        const dense_group group = make_group(problem, pass.plan, row_begin, static_cast<int32_t>(block));
-        FMSA_TRY(run_group(pass, p, group));
-    }
-    if (p.dq == nullptr) return FMSA_OK;
     dq_sums sums = {};
     sums.sums = p.dq;
     sums.half_sums = pass.plan.half_sums;
     sums.terms = p.dq_terms;
+    sums.alone = p.dq_alone;
     if (p.dq_alone) sums.row_count = pass.found.schedule.row_count;
     if (pass.found.dense && p.dq_terms > 1) sums.row_position = pass.found.geometry.row_position;
     sums.scale = pass.scratch.rows.dq_scale;
     sums.row_begin = first.row_begin;
     sums.row_end = first.row_end;
+    if (p.dq != nullptr) {
+        const size_t rows = first.row_end - first.row_begin;
+        FMSA_TRY(clear(p.dq_turns, rows * dq_turns_row_bytes(problem), pass.stream));
+    }
+    FMSA_TRY(find_row_values(problem, pass.tensors, pass.found.geometry, pass.scratch.rows, pass.scratch.bounds, sums,
+                             pass.stream));
+    for (int64_t block = 0; block < blocks; block += pass.plan.places) {
+        const dense_group group = make_group(problem, pass.plan, row_begin, static_cast<int32_t>(block));
+        FMSA_TRY(run_group(pass, p, group));
+    }
+    if (p.dq == nullptr) return FMSA_OK;
     return round_dq(problem, pass.tensors->dq, sums, pass.stream);
 }
 
@@ -380,7 +382,7 @@ static fmsa_status run(const fmsa_problem *problem, const fmsa_tensors *t, bool 
     if (t->dk.data != nullptr) FMSA_TRY(clear(s.dk, sizeof(float) * key_sum_count(problem), stream));
     if (t->dv.data != nullptr) FMSA_TRY(clear(s.dv, sizeof(float) * key_sum_count(problem), stream));
     FMSA_TRY(clear(s.key_turns, s.key_turn_bytes, stream));
-    FMSA_TRY(find_row_values(problem, t, pass.found.geometry, s.rows, s.bounds, stream));
+    if (s.rows.dq_scale != nullptr) FMSA_TRY(find_key_bounds(problem, t, pass.found.geometry, s.bounds, stream));
     if (with_teacher) {
         pass.proxy = fmsa_sm90_proxy_at(problem, t, s.proxy);
         FMSA_TRY(fmsa_sm90_proxy_begin(problem, t, &pass.proxy, &pass.found.geometry, pass.found.sparse(), stream));

@@ -13,10 +13,8 @@ struct key_bounds {
     uint32_t *v, *k; /* [max_key_blocks][Hkv] each */
 };
 
-/* Fills rows, and bounds first (cleared here) if dQ is summed in fp16. */
-fmsa_status find_row_values(const fmsa_problem *problem, const fmsa_tensors *tensors,
-                            const fmsa_cuda_geometry &geometry, const row_values &rows, const key_bounds &bounds,
-                            cudaStream_t stream);
+fmsa_status find_key_bounds(const fmsa_problem *problem, const fmsa_tensors *tensors,
+                            const fmsa_cuda_geometry &geometry, const key_bounds &bounds, cudaStream_t stream);
 
 /* Work of the dense mode: the blocks numbered first_block ... first_block + places - 1 of all documents, by the rows
  * row_begin ... row_end - 1. */
@@ -40,14 +38,22 @@ inline int64_t dense_pieces(const dense_group &group) {
 
 /* dQ's sums of the rows of a chunk. */
 struct dq_sums {
-    const void *sums;
+    void *sums; /* NULL: dQ is not wanted */
     bool half_sums;
+    bool alone;                  /* terms are written, not added up */
     int32_t terms;               /* of a row, at most; see backward_parameters */
     const int32_t *row_count;    /* NULL, or how many (proxy head, row) has */
     const int32_t *row_position; /* NULL, or the position that says how many a row has in dense mode */
     const float *scale;          /* fp16: dq_scale of all rows */
     int64_t row_begin, row_end;
 };
+
+/* Fills the values of a chunk's rows and of the padding row, and clears dQ's sums unless they are written. */
+fmsa_status find_row_values(const fmsa_problem *problem, const fmsa_tensors *tensors,
+                            const fmsa_cuda_geometry &geometry, const row_values &rows, const key_bounds &bounds,
+                            const dq_sums &sums, cudaStream_t stream);
+
+/* sums -> dq. */
 fmsa_status round_dq(const fmsa_problem *problem, const fmsa_tensor &dq, const dq_sums &sums, cudaStream_t stream);
 
 } // namespace fmsa
