@@ -188,30 +188,33 @@ static fmsa_status map_keys(const fmsa_problem *problem, CUtensorMap *map, const
     return fmsa_tensor_map(map, tensor.data, &shape);
 }
 
-/* A row's heads in groups of eight. */
+/* A row's heads in groups: of eight, with boxes of all columns of some tokens of a unit; or of four, with boxes of 64
+ * columns of a group. */
 static fmsa_status map_rows(const fmsa_problem *problem, CUtensorMap *map, const fmsa_tensor &tensor, int32_t tokens) {
     const fmsa_config *c = &problem->config;
+    const int32_t group = problem->unit_heads % 8 == 0 ? 8 : 4;
     fmsa_tensor_map_shape shape = map_shape(problem, 5);
     shape.size[0] = 64;
-    shape.size[1] = 8;
+    shape.size[1] = group;
     shape.size[2] = c->head_dim / 64;
-    shape.size[3] = c->num_heads / 8;
+    shape.size[3] = c->num_heads / group;
     shape.size[4] = c->total_q;
     shape.stride[1] = tensor.head_stride;
     shape.stride[2] = 64;
-    shape.stride[3] = 8 * tensor.head_stride;
+    shape.stride[3] = group * tensor.head_stride;
     shape.stride[4] = tensor.row_stride;
-    shape.box[1] = 8;
-    shape.box[2] = c->head_dim / 64;
-    shape.box[3] = problem->unit_heads / 8;
-    shape.box[4] = tokens;
+    shape.box[1] = group;
+    shape.box[2] = group == 8 ? c->head_dim / 64 : 1;
+    shape.box[3] = group == 8 ? problem->unit_heads / 8 : 1;
+    shape.box[4] = group == 8 ? tokens : 1;
     return fmsa_tensor_map(map, tensor.data, &shape);
 }
 
 static fmsa_status make_maps(const fmsa_problem *problem, const fmsa_tensors *t, backward_parameters *p) {
     FMSA_TRY(map_keys(problem, &p->k, t->k));
     FMSA_TRY(map_keys(problem, &p->v, t->v));
-    p->gathered = problem->unit_heads % 8 != 0;
+    p->in_fours = problem->unit_heads % 8 == 4;
+    p->gathered = problem->unit_heads % 4 != 0;
     if (p->gathered) {
         p->q = {t->q.data, t->q.row_stride, t->q.head_stride};
         p->dout = {t->dout.data, t->dout.row_stride, t->dout.head_stride};

@@ -46,7 +46,8 @@ struct backward_parameters {
      * {64, 8, D / 64, unit_heads / 8, 1}, and for neighbouring tokens of tile_tokens of them. */
     CUtensorMap q_token, dout_token, q_tile, dout_tile;
     CUtensorMap k, v; /* [D, Hkv, Tk], boxes {64, 1, 128} */
-    bool gathered;    /* unit_heads is no multiple of 8: rows are copied one by one */
+    bool in_fours;    /* unit_heads is a multiple of 4 only: {64, 4, 1, 1, 1} of [64, 4, D / 64, Hq / 4, Tq] instead */
+    bool gathered;    /* it is none of 4: rows are copied one by one */
     row_view q, dout; /* gathered */
 
     /* Work: items item_range[0] ... item_range[1] - 1, claimed in order through *ticket. In dense mode (edge_row NULL)

@@ -7,13 +7,13 @@
  * crosses shared memory, for dQ = dS K, which needs all keys.
  *
  * Warp roles, 512 threads. In warpgroup 0, warp 0 is the finder: it claims items and writes the tokens of their tiles
- * into a ring, up to eight tiles ahead. Warp 1 is the loader: Q and dO by the TMA, one box a token (or one a tile where
- * dense mode's tokens are neighbours), lse and delta by cp.async, and K and V once an item. Where unit_heads is no
- * multiple of 8, warps 1 to 3 copy Q and dO by cp.async instead. Padding tokens are token total_q: they are read as
- * zeros, and their lse is +inf, so P and dS are 0. Warpgroups 1 and 2 take 64 keys each: all products but dQ; dK and dV
- * stay in registers over the item and are added to fp32 sums at its end, in the order of the items where key_turns says
- * so. Warpgroup 3 makes dQ: each warp stages its 16 rows and adds them to the sums by bulk reductions, one a token and
- * piece.
+ * into a ring, up to eight tiles ahead. Warp 1 is the loader: Q and dO by the TMA, one box a token (or one a tile whose
+ * tokens are neighbours), lse and delta by cp.async, and K and V once an item. Where unit_heads is a multiple of 4 but
+ * not of 8, warps 1 to 3 bring boxes of four heads and 64 columns; where it is not one of 4, they use cp.async. Padding
+ * tokens are token total_q: they are read as zeros, and their lse is +inf, so P and dS are 0. Warpgroups 1 and 2 take
+ * 64 keys each: all products but dQ; dK and dV stay in registers over the item and are added to fp32 sums at its end,
+ * in the order of the items where key_turns says so. Warpgroup 3 makes dQ: each warp stages its 16 rows and adds them
+ * to the sums by bulk reductions, one a token and piece.
  *
  * Barriers: per place in the ring tokens_full (finder) and tokens_empty (main and dQ warps); per stage q_full (Q, lse,
  * delta, limits), dout_full, empty (main warps); per dS buffer ds_full (main warps), ds_empty (dQ warps); per item
@@ -29,9 +29,9 @@
  * Registers a thread: warpgroup 0 32, main 208, dQ 64; no spills.
  *
  * Floor: 2,560 clocks of the tensor cores a tile at D = 128. What limits it is power: at full load the card lowers its
- * clock. Measured on an H200, bf16, D = 128, 64/4/4/1 heads, k = 16, random selection, 65,536 tokens: the whole pass
- * 21.6 ms, 485 TFLOP/s, 0.71 of cuBLAS in the same run; with items walked in one direction only 3,670 clocks a tile at
- * 1.66 GHz, 23 GB read and 9 GB written. Dense causal, 32,768 tokens: 587 TFLOP/s. */
+ * clock. Measured on an H200, bf16, D = 128, 64/4/4/1 heads, k = 16, 65,536 tokens, in steady state and one run (cuBLAS
+ * 658 to 672 TFLOP/s): the whole pass 22.0 ms with a random selection, 477 TFLOP/s, 0.71 of cuBLAS; 20.9 ms with the
+ * newest 16 blocks, 503 TFLOP/s, 0.77. This kernel alone, random, in a short run at higher clocks: 17.5 ms. */
 #ifndef FMSA_CUDA_SM90_BACKWARD_KERNEL_CUH
 #define FMSA_CUDA_SM90_BACKWARD_KERNEL_CUH
 
@@ -567,7 +567,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(const __grid_const
         const int warp = uniform(threadIdx.x / 32);
         if (warp == 0) {
             finder(a, shared).run();
-        } else if (warp == 1 || a.gathered) {
+        } else if (warp == 1 || a.in_fours || a.gathered) {
             loader<T, D, half_sums>(a, shared, base).run();
         }
     } else if (role == 3) {

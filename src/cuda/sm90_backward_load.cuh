@@ -27,7 +27,7 @@ struct item_state {
     int32_t block, block_number, unit;
     int32_t key_row, keys;
     int32_t turn_begin, turn_end; /* edges of the block's list before the item's, and with them */
-    int32_t backwards;            /* sparse mode: whether tiles come last first */
+    int32_t first_tile;           /* where the walk through the tiles begins: it goes on around their end */
 };
 
 struct tile_tokens {
@@ -117,10 +117,13 @@ __device__ __forceinline__ uint64_t describe(uint32_t low) {
 /* The first of an item's ascending rows that is not below row. */
 __device__ __forceinline__ int32_t first_edge(const int32_t *rows, int32_t count, int32_t row) {
     const int lane = threadIdx.x & 31;
-    int32_t below = 0;
-    for (int32_t i = lane; i - lane < count; i += 32)
-        below += __popc(__ballot_sync(0xffffffffu, i < count && rows[i] < row));
-    return below;
+    int32_t begin = 0;
+#pragma unroll 1
+    for (int32_t step = (count + 31) / 32;; step = (step + 31) / 32) {
+        const int32_t last = begin + (lane + 1) * step - 1;
+        begin += __popc(__ballot_sync(0xffffffffu, last < count && rows[last] < row)) * step;
+        if (step <= 1) return begin;
+    }
 }
 
 /* Leaves an item the edges whose rows lie in the chunk. */
@@ -136,6 +139,16 @@ __device__ __forceinline__ void cut_to_chunk(const backward_parameters &a, item_
     __syncwarp();
 }
 
+/* The first tile of a list's walk. Thread blocks that work at the same time begin at about the same row, if their lists
+ * have it, and go on at the same pace, so that they find in L2 what the others have just read. */
+__device__ __forceinline__ int32_t first_tile_of(const backward_parameters &a, const item_state &item) {
+    if (item.edge_count == 0) return 0;
+    const int32_t *rows = a.edge_row + item.edge_begin;
+    const int32_t row = (rows[0] + FMSA_CUDA_ITEM_EDGES - 1) / FMSA_CUDA_ITEM_EDGES * FMSA_CUDA_ITEM_EDGES;
+    if (row > rows[item.edge_count - 1]) return 0;
+    return first_edge(rows, item.edge_count, row) / a.tile_tokens;
+}
+
 struct finder {
     const backward_parameters &a;
     shared_state &shared;
@@ -149,9 +162,8 @@ struct finder {
         return threadIdx.x & 31;
     }
 
-    /* The tokens of a tile, and the padding behind them. Whether all are neighbouring tokens of dense mode. */
+    /* The tokens of a tile, and the padding behind them. Whether all are there and neighbours (of the first 32). */
     __device__ __forceinline__ bool find_tokens(tile_tokens &tokens, const item_state &item, int32_t first) {
-        bool whole = a.edge_row == nullptr;
 #pragma unroll 1
         for (int32_t i = lane(); i <= a.tile_tokens && i < backward_rows; i += 32) {
             int32_t row = a.total_q, limit = backward_keys, place = item.block_number - a.first_place;
@@ -162,12 +174,13 @@ struct finder {
                 limit = a.row_position[row] - item.block_number * backward_keys;
                 if (limit < 0) row = a.total_q;
             }
-            if (i < a.tile_tokens && row == a.total_q) whole = false;
             tokens.row[i] = row;
             tokens.place[i] = place;
             tokens.limit[i] = limit;
         }
-        return __all_sync(0xffffffffu, whole);
+        __syncwarp();
+        const int32_t token = min(lane(), a.tile_tokens - 1), row = tokens.row[token];
+        return __all_sync(0xffffffffu, row < a.total_q && row == tokens.row[0] + token);
     }
 
     /* Tile t of shared.next into the ring, as number `number` of the item. */
@@ -199,16 +212,17 @@ struct finder {
             next.edge_begin = item->edge_begin;
             next.edge_count = item->edge_count;
             next.block = item->block;
-            /* Every second round of items walks its rows backwards: what the last one read last is still in L2. Not in
-             * deterministic mode, where a document's sums must not depend on how many items others have. */
-            const bool ordered = a.key_turns != nullptr;
-            next.backwards = a.edge_row != nullptr && !ordered && (number - a.item_range[0]) / gridDim.x % 2;
+            next.first_tile = 0;
             next.unit = item->proxy_head * a.units_per_proxy_head;
             const int64_t first_row = int64_t(item->proxy_head) * (a.row_end - a.row_begin) - a.row_begin;
             next.teacher = first_row * a.places * (backward_keys / 2);
         }
         __syncwarp();
-        if (a.edge_row != nullptr) cut_to_chunk(a, next);
+        if (a.edge_row != nullptr) {
+            cut_to_chunk(a, next);
+            const int32_t first_tile = first_tile_of(a, next);
+            if (lane() == 0) next.first_tile = first_tile;
+        }
         if (lane() == 0) {
             const int64_t list = a.edge_row == nullptr ? a.block_q_begin[next.block]
                                                        : a.list_begin[item->proxy_head * a.max_blocks + next.block];
@@ -230,8 +244,10 @@ struct finder {
 #pragma unroll 1
             for (int32_t i = 0; i < a.units_per_proxy_head; i++) {
 #pragma unroll 1
-                for (int32_t t = 0; t < shared.next.tiles; t++)
-                    leave_tile(t, shared.next.backwards ? shared.next.tiles - 1 - t : t);
+                for (int32_t t = 0; t < shared.next.tiles; t++) {
+                    const int32_t tile = shared.next.first_tile + t;
+                    leave_tile(t, tile < shared.next.tiles ? tile : tile - shared.next.tiles);
+                }
                 if (lane() == 0) {
                     shared.next.unit++;
                     shared.next.teacher += a.teacher_plane;
@@ -248,7 +264,7 @@ struct finder {
     }
 };
 
-/* ---- Loader. One warp; three where rows are gathered by cp.async. ---- */
+/* ---- Loader. One warp; three where Q and dO come in small pieces. ---- */
 
 template <typename T, int D, bool half_sums>
 struct loader {
@@ -298,6 +314,21 @@ struct loader {
             const int32_t row = tokens.row[i];
             tma_load_5d(q, whole ? &a.q_tile : &a.q_token, q_full, 0, 0, 0, group, row);
             tma_load_5d(dout, whole ? &a.dout_tile : &a.dout_token, dout_full, 0, 0, 0, group, row);
+        }
+    }
+
+    /* This warp's share of Q and dO in boxes of four heads and 64 columns: half a group of rows. */
+    __device__ __forceinline__ void load_fours(const tile_tokens &tokens, uint32_t to) {
+        const int32_t fours = a.unit_heads / 4, boxes = a.tile_tokens * fours * layout::halves;
+#pragma unroll 1
+        for (int32_t i = 3 * lane() + warp() - 1; i < 2 * boxes; i += 96) {
+            const bool of_dout = i >= boxes;
+            const int32_t box = of_dout ? i - boxes : i, half = box % layout::halves, four = box / layout::halves;
+            const int32_t token = token_of(a, 4 * four), group = tokens.item.unit * fours + four - token * fours;
+            const uint32_t place = four / 2 * layout::row_group + half * layout::row_half + four % 2 * 512;
+            const uint32_t full = shared_address(of_dout ? &shared.dout_full[at.stage()] : &shared.q_full[at.stage()]);
+            tma_load_5d(to + place + (of_dout ? layout::dout - layout::q : 0), of_dout ? &a.dout_token : &a.q_token,
+                        full, 0, 0, half, group, tokens.row[token]);
         }
     }
 
@@ -361,8 +392,12 @@ struct loader {
             barrier_arrive_after_copies(q_full);
             barrier_arrive_after_copies(dout_full);
         } else {
-            barrier_arrive_after_copies(q_full);
-            load_boxes(tokens, to);
+            if (warp() == 1) barrier_arrive_after_copies(q_full);
+            if (a.in_fours) {
+                load_fours(tokens, to);
+            } else {
+                load_boxes(tokens, to);
+            }
             __syncwarp();
         }
         /* Q and dO of the first tiles are under way before the wait for the last item's K and V. */
