@@ -35,10 +35,10 @@ struct shared_memory {
     }
 };
 
-/* Starts a kernel. An empty grid starts nothing. */
+/* Starts a kernel. An empty grid starts nothing. close: see launch_close(). */
 template <typename... Parameters, typename... Arguments>
-fmsa_status launch(const char *name, void (*kernel)(Parameters...), dim3 grid, unsigned threads, shared_memory shared,
-                   cudaStream_t stream, Arguments... arguments) {
+fmsa_status launch_as(bool close, const char *name, void (*kernel)(Parameters...), dim3 grid, unsigned threads,
+                      shared_memory shared, cudaStream_t stream, Arguments... arguments) {
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) return FMSA_OK;
     /* Without asking, a block gets 48 KB, its static shared memory included. */
     if (shared.most > 32 * 1024) {
@@ -47,12 +47,31 @@ fmsa_status launch(const char *name, void (*kernel)(Parameters...), dim3 grid, u
                                                         cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared.most));
         if (status != FMSA_OK) return status;
     }
+    cudaLaunchAttribute programmatic = {};
+    programmatic.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    programmatic.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared.bytes;
     config.stream = stream;
+    config.attrs = &programmatic;
+    config.numAttrs = close ? 1 : 0;
     return fmsa_cuda_status(name, cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
+}
+
+/* After all that is before it in the stream. */
+template <typename... Parameters, typename... Arguments>
+fmsa_status launch(const char *name, void (*kernel)(Parameters...), dim3 grid, unsigned threads, shared_memory shared,
+                   cudaStream_t stream, Arguments... arguments) {
+    return launch_as(false, name, kernel, grid, threads, shared, stream, arguments...);
+}
+
+/* Of a kernel that calls wait_for_grid_before() (sm90.cuh): it may start while the one before it ends. */
+template <typename... Parameters, typename... Arguments>
+fmsa_status launch_close(const char *name, void (*kernel)(Parameters...), dim3 grid, unsigned threads,
+                         shared_memory shared, cudaStream_t stream, Arguments... arguments) {
+    return launch_as(true, name, kernel, grid, threads, shared, stream, arguments...);
 }
 
 } // namespace fmsa

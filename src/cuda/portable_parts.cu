@@ -113,22 +113,9 @@ __global__ void __launch_bounds__(cutting_threads) cut_dense_kernel(const __grid
     if (threadIdx.x == 0) w.cuts[w.max_blocks] = begin;
 }
 
-/* Items are ordered by segment: a warp finds the first whose segment is at least that of the chunk's first row, and
- * another warp the first beyond that of its last. Each round cuts what is left to a 32nd. */
 __global__ void __launch_bounds__(64)
     cut_sparse_kernel(const __grid_constant__ work w, const int32_t *num_items, int shift) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-    const int32_t segment = warp == 0 ? w.row_begin >> shift : ((w.row_end - 1) >> shift) + 1;
-    int32_t low = 0, high = *num_items; /* the item sought lies in low ... high */
-    while (low < high) {
-        const int32_t stride = (high - low + 31) / 32, probe = low + lane * stride;
-        const bool before = probe < high && w.edge_row[w.items[probe].edge_begin] >> shift < segment;
-        const int32_t passed = __popc(__ballot_sync(0xffffffffu, before));
-        if (passed == 0) break;
-        high = min(high, low + passed * stride);
-        low += (passed - 1) * stride + 1;
-    }
-    if (lane == 0) w.cuts[warp] = low;
+    cut_items(w, num_items, shift);
 }
 
 fmsa_status cut_shares(const fmsa_problem *problem, const work &w, const int32_t *num_items, cudaStream_t stream) {

@@ -60,6 +60,14 @@ __device__ __forceinline__ void named_barrier_arrive(uint32_t number, uint32_t t
     asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
+/* ---- Grids of a stream that follow each other closely (programmatic dependent launch). ---- */
+
+/* In a grid of launch_close(), which may start before the one before it in the stream has ended: waits until that has
+ * ended and what it wrote is visible. */
+__device__ __forceinline__ void wait_for_grid_before() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 /* ---- Copies by the TMA. One thread issues them. ---- */
 
 /* Orders this thread's ordinary accesses to shared memory before later ones by the TMA and wgmma. */

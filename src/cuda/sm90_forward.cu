@@ -1,9 +1,11 @@
 /* The Hopper forward: which problems it takes, how scratch is laid out, and the order of its launches.
  *
  * Dense: geometry, plan (sm90_forward_plan.cu), query-outer kernel (sm90_forward_query.cu). Sparse, for each chunk of
- * query rows: plan; key-outer kernel (sm90_forward_key.cu) for the edges that few neighbours share; query-outer kernel
- * for the rest, in one of two forms, chosen on the device: one that merges partial results
- * (sm90_forward_merge.cu), or the plain one where the chunk has none. */
+ * query rows: plan; then, where the plan has left no edges to the key-outer kernel, the query-outer kernel; else the
+ * key-outer kernel (sm90_forward_key.cu) for the edges that few neighbours share, and a query-outer kernel for the rest
+ * that merges its partial results (sm90_forward_merge.cu). All three are launched, and the device's choice leaves at
+ * once what has nothing to do. The kernels of a chunk follow one another closely (launch_close()); each waits for the
+ * one before it, so also for those before that. */
 #include "sm90.h"
 #include "sm90_forward.cuh"
 
@@ -132,20 +134,13 @@ size_t planned_bytes(const fmsa_problem *problem, const layout &how) {
     return scratch_bytes(problem, how, plan_chunks(problem, how));
 }
 
-fmsa_status attend_chunk(launch_parameters &l) {
-    if (l.schedule != nullptr) {
-        work w = make_work(l.problem, l.geometry, l.schedule, l.cuts, block_keys, l.shape.heads);
-        w.row_begin = l.row_begin;
-        w.row_end = l.row_end;
-        FMSA_TRY(cut_shares(l.problem, w, l.schedule->num_items, l.stream));
-    }
+fmsa_status attend_chunk(const launch_parameters &l) {
     FMSA_TRY(make_plan(l));
     if (l.problem->config.total_k == 0) return FMSA_OK; /* no row has a key: the plan has cleared them */
-    if (l.schedule != nullptr) {
-        FMSA_TRY(attend_keys(l));
-        FMSA_TRY(attend_and_merge(l));
-    }
-    return attend_queries(l);
+    FMSA_TRY(attend_queries(l));
+    if (l.schedule == nullptr) return FMSA_OK;
+    FMSA_TRY(attend_keys(l));
+    return attend_and_merge(l);
 }
 
 } // namespace

@@ -456,6 +456,7 @@ __global__ void __launch_bounds__(kernel_threads, 1)
                  const __grid_constant__ merge_parameters<T> a) {
     extern __shared__ uint8_t dynamic[];
     __shared__ merge_barriers b;
+    wait_for_grid_before();
     if (a.w.state->partials == 0) return; /* the plain kernel has the chunk */
     const uint32_t base = (shared_address(dynamic) + 1023) & ~1023u;
     if (threadIdx.x == 0) {
@@ -495,8 +496,9 @@ fmsa_status launch_merge(const launch_parameters &l) {
     a.scale_log2 = static_cast<float>(l.problem->config.softmax_scale * double(log2_e));
     a.results = make_results<T>(l);
     a.partials = make_partials<T>(l);
-    return launch("query-outer forward with partial results", merge_kernel<T, D>, dim3(l.processors), kernel_threads,
-                  size_t(merge_memory<D>::bytes + 1024), l.stream, q_map, k_map, v_map, out_map, a);
+    return launch_close("query-outer forward with partial results", merge_kernel<T, D>, dim3(l.processors),
+                        kernel_threads, size_t(merge_memory<D>::bytes + 1024), l.stream, q_map, k_map, v_map, out_map,
+                        a);
 }
 
 } // namespace

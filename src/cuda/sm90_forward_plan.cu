@@ -1,20 +1,20 @@
 /* The plan of the Hopper forward for a chunk of query rows, made on the device: its tiles (sm90_forward.cuh), and in
  * sparse mode which edges each kernel takes.
  *
- *   scan_fragments  one thread block: how many tiles each fragment has within the chunk, and their places;
+ *   scan_fragments  one thread block: how many tiles each fragment has within the chunk, and their places; (sparse)
+ *                   another one: the schedule's items that have rows of the chunk;
  *   place_tiles     (dense) one thread a tile;
- *   split           (sparse) one warp a (tile, proxy head): merges the ascending lists of the tile's tokens. A block
- *                   that enough of them chose is *popular*: a step of the query-outer kernel, which costs the same
- *                   however many rows take part. The local block always is. The other edges get a cell for a partial
- *                   result each and go to the key-outer kernel;
+ *   split           (sparse) one warp a (tile, proxy head): marks in a table of the document's blocks which tokens of
+ *                   the tile chose each. A block that enough of them chose is *popular*: a step of the query-outer
+ *                   kernel, which costs the same however many rows take part. The local block always is. The other
+ *                   edges get a cell for a partial result each and go to the key-outer kernel;
  *   compact         (sparse) one thread block an item of the schedule: its edges that the key-outer kernel takes, in
  *                   order.
  * place_tiles and split also write the results of rows that are in no fragment.
  *
- * Shared memory: next to nothing. Floor: the selection read once, the cells written and read once, 12 bytes an edge; in
- * practice the steps of one warp's merge, some 16 a tile where neighbours agree and 8 x 15 where they do not. Measured
- * on an H200, 4 proxy heads, k 16, 65,536 tokens in eight chunks (profiler), random selection: scan 19 us, split 276
- * us, compact 73 us. */
+ * Shared memory: split 4.5 KB a warp, the others next to nothing. Floor: the selection read once, the cells written and
+ * read once, 12 bytes an edge; in practice the latency of a few dependent reads a chunk. Measured on an H200, 4 proxy
+ * heads, k 16, 65,536 tokens in four chunks (profiler), random selection: scan 20 us, split 162 us, compact 87 us. */
 #include "scan.cuh"
 #include "sm90_forward.cuh"
 
@@ -37,10 +37,14 @@ struct plan_parameters {
 
     /* Sparse mode. */
     int32_t proxy_heads, slots;
-    int32_t popular; /* tokens of a tile that must choose a block */
+    int32_t slot_shift; /* of the least power of two that is not less than slots, at most 5 */
+    int32_t popular;    /* tokens of a tile that must choose a block */
     int64_t total_q;
-    const int32_t *row_count, *row_block;
+    const int32_t *row_block;
     int32_t *edge_cell;
+    work items;
+    const int32_t *num_items;
+    int32_t segment_shift;
 
     /* Number of the tile that a position falls in, counted from position 0. */
     __device__ __forceinline__ int32_t tile_number(int32_t position) const {
@@ -56,6 +60,10 @@ struct plan_parameters {
 constexpr int scan_threads = 1024;
 
 __global__ void __launch_bounds__(scan_threads) scan_fragments(const __grid_constant__ plan_parameters a) {
+    if (blockIdx.x == 1) {
+        if (threadIdx.x < 64) cut_items(a.items, a.num_items, a.segment_shift);
+        return;
+    }
     int32_t before = 0;
     for (int64_t first = 0; first < a.fragments; first += scan_threads) {
         const int64_t f = first + threadIdx.x;
@@ -125,93 +133,130 @@ __global__ void __launch_bounds__(plan_threads)
     clear_lone_rows(a, results, heads, dim, number / 32);
 }
 
-/* The tokens of a tile, up to four a lane: token lane + 32 * i. */
+/* What a warp that splits a tile has in shared memory: for each block of a window of the document's blocks the tile's
+ * tokens that chose it, a bit each, later whether it is popular; and partial results of each token so far. */
+constexpr int table_words = 1024;
+
+struct split_memory {
+    uint32_t table[table_words];
+    int32_t partials[most_tokens];
+};
+
+/* A warp reads 32 entries of the selection at once: `width` slots of each of 32 / width tokens. Blocks are taken a
+ * window at a time, ascending as each token's are. */
 template <int words>
-__device__ __forceinline__ void split_tile(const plan_parameters &a, const tile &t, int32_t number,
-                                           int32_t proxy_head) {
-    const int lane = threadIdx.x & 31;
+__device__ __forceinline__ void split_tile(const plan_parameters &a, const tile &t, int32_t number, int32_t proxy_head,
+                                           split_memory &m) {
+    constexpr int32_t window = table_words / words, reads = 4; /* reads: under way at once */
+    const int lane = threadIdx.x & 31, width = 1 << a.slot_shift, tokens_at_once = 32 >> a.slot_shift;
+    const int first_token = lane >> a.slot_shift, first_slot = lane & (width - 1);
+    const uint32_t own_row = 0xffffffffu >> (32 - width) << (lane - first_slot), lanes_before = (1u << lane) - 1;
     const int64_t list_number = a.lists.list(proxy_head, number);
     uint32_t *const entries = a.lists.entries + list_number * a.lists.room * (1 + words);
+    const int32_t *const blocks = a.row_block + (proxy_head * a.total_q + t.first_row) * a.slots;
+    int32_t *const cells =
+        a.edge_cell + (int64_t(proxy_head) * (a.row_end - a.row_begin) + t.first_row - a.row_begin) * a.slots;
     const int32_t local = t.local_block(), needed = min(a.popular, t.rows);
-
-    const int32_t *blocks[words]; /* the rest of each token's list */
-    int32_t *cells[words];
-    int32_t left[words], next[words], after[words], partials[words]; /* after: read a step early */
-#pragma unroll
-    for (int i = 0; i < words; i++) {
-        const int32_t token = lane + 32 * i;
-        const bool exists = token < t.rows;
-        const int64_t row = proxy_head * a.total_q + t.first_row + token;
-        const int64_t chunk_row = int64_t(proxy_head) * (a.row_end - a.row_begin) + t.first_row - a.row_begin + token;
-        blocks[i] = a.row_block + row * a.slots;
-        cells[i] = a.edge_cell + chunk_row * a.slots;
-        left[i] = exists ? a.row_count[row] : 0;
-        next[i] = left[i] > 0 ? blocks[i][0] : INT32_MAX;
-        after[i] = left[i] > 1 ? blocks[i][1] : INT32_MAX;
-        partials[i] = 0;
-    }
-    int32_t front = 1, back = 0;
-    bool masked = t.rows < a.shape.tokens, has_local = false;
-    const auto write_entry = [&](int32_t place, int32_t block, const uint32_t (&chosen)[words]) {
-        uint32_t *entry = entries + int64_t(place) * (1 + words);
-        if (lane == 0) entry[0] = block;
-#pragma unroll
-        for (int i = 0; i < words; i++) {
-            if (lane == i) entry[1 + i] = chosen[i];
-        }
+    const auto block_of = [&](int32_t token, int32_t slot) {
+        return token < t.rows && slot < a.slots ? __ldg(blocks + token * a.slots + slot) - t.first_block : -1;
     };
-    uint32_t chosen[words];
-    while (true) {
-        int32_t least = next[0];
-#pragma unroll
-        for (int i = 1; i < words; i++)
-            least = min(least, next[i]);
-        least = __reduce_min_sync(0xffffffffu, least);
-        if (least == INT32_MAX) break;
-        int32_t count = 0;
-#pragma unroll
-        for (int i = 0; i < words; i++) {
-            chosen[i] = __ballot_sync(0xffffffffu, next[i] == least);
-            count += __popc(chosen[i]);
-        }
-        const int32_t block = least - t.first_block;
-        const bool is_local = block == local, is_popular = is_local || count >= needed;
-        if (is_local) {
-            has_local = true;
-            masked |= count < t.rows;
-            write_entry(0, block, chosen);
-        } else if (is_popular && count < t.rows) {
-            write_entry(front++, block, chosen);
-        } else if (is_popular) {
-            write_entry(a.lists.room - ++back, block, chosen);
-        }
-#pragma unroll
-        for (int i = 0; i < words; i++) {
-            if (next[i] != least) continue;
-            const int32_t token = lane + 32 * i;
-            *cells[i]++ = is_popular ? -1 : (number * a.slots + partials[i]++) * a.shape.tokens + token;
-            next[i] = after[i];
-            blocks[i]++;
-            after[i] = --left[i] > 1 ? blocks[i][1] : INT32_MAX;
-        }
-    }
-    if (!has_local) {
+    const auto write_entry = [&](int32_t place, int32_t block, const uint32_t (&chosen)[words]) {
+        uint32_t *const entry = entries + int64_t(place) * (1 + words);
+        entry[0] = block;
 #pragma unroll
         for (int i = 0; i < words; i++)
-            chosen[i] = 0;
-        write_entry(0, local, chosen);
-        masked = true;
-    }
-    int32_t most = 0;
+            entry[1 + i] = chosen[i];
+    };
+    int32_t front = 1, back = 0, local_count = 0;
+    for (int32_t begin = 0; begin <= local; begin += window) {
+        const int32_t end = min(begin + window, local + 1);
+        for (int32_t i = lane; i < (end - begin) * words; i += 32)
+            m.table[i] = 0;
+        __syncwarp();
+        for (int32_t token = first_token; token - first_token < t.rows; token += reads * tokens_at_once) {
+            for (int32_t slot = first_slot; slot - first_slot < a.slots; slot += width) {
+                int32_t block[reads];
 #pragma unroll
-    for (int i = 0; i < words; i++) {
-        const int32_t token = lane + 32 * i;
-        if (token < a.lists.count_bytes)
-            a.lists.token_partials[list_number * a.lists.count_bytes + token] = partials[i];
-        most = max(most, partials[i]);
+                for (int i = 0; i < reads; i++)
+                    block[i] = block_of(token + i * tokens_at_once, slot);
+#pragma unroll
+                for (int i = 0; i < reads; i++) {
+                    const int32_t of = token + i * tokens_at_once;
+                    if (block[i] >= begin && block[i] < end)
+                        atomicOr(&m.table[(block[i] - begin) * words + of / 32], 1u << (of & 31));
+                }
+            }
+        }
+        __syncwarp();
+        for (int32_t first = begin; first < end; first += 32) {
+            const int32_t block = first + lane;
+            uint32_t chosen[words];
+            int32_t count = 0;
+#pragma unroll
+            for (int i = 0; i < words; i++) {
+                chosen[i] = block < end ? m.table[(block - begin) * words + i] : 0;
+                count += __popc(chosen[i]);
+            }
+            const bool is_local = block == local, popular = is_local || (count >= needed && block < end);
+            const uint32_t at_front = __ballot_sync(0xffffffffu, popular && !is_local && count < t.rows);
+            const uint32_t at_back = __ballot_sync(0xffffffffu, popular && !is_local && count == t.rows);
+            if (popular) {
+                const int32_t place = is_local         ? 0
+                                      : count < t.rows ? front + __popc(at_front & lanes_before)
+                                                       : a.lists.room - 1 - back - __popc(at_back & lanes_before);
+                write_entry(place, block, chosen);
+            }
+            if (is_local) local_count = count;
+            if (block < end) m.table[(block - begin) * words] = popular;
+            front += __popc(at_front);
+            back += __popc(at_back);
+        }
+        __syncwarp();
+        for (int32_t token = first_token; token - first_token < t.rows; token += reads * tokens_at_once) {
+            int32_t before[reads];
+#pragma unroll
+            for (int i = 0; i < reads; i++) {
+                const int32_t of = token + i * tokens_at_once;
+                before[i] = begin == 0 || of >= t.rows ? 0 : m.partials[of];
+            }
+            for (int32_t slot = first_slot; slot - first_slot < a.slots; slot += width) {
+                int32_t block[reads];
+#pragma unroll
+                for (int i = 0; i < reads; i++)
+                    block[i] = block_of(token + i * tokens_at_once, slot);
+#pragma unroll
+                for (int i = 0; i < reads; i++) {
+                    const int32_t of = token + i * tokens_at_once;
+                    const bool inside = block[i] >= begin && block[i] < end;
+                    const bool remote = inside && m.table[(block[i] - begin) * words] == 0;
+                    const uint32_t remotes = __ballot_sync(0xffffffffu, remote) & own_row;
+                    /* What is no block of the document has been chosen for other fragments than these. */
+                    const bool unknown = begin == 0 && uint32_t(block[i]) > uint32_t(local);
+                    if (of < t.rows && slot < a.slots && (inside || unknown)) {
+                        const int32_t partial = before[i] + __popc(remotes & lanes_before);
+                        cells[of * a.slots + slot] = remote ? (number * a.slots + partial) * a.shape.tokens + of : -1;
+                    }
+                    before[i] += __popc(remotes);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < reads; i++) {
+                const int32_t of = token + i * tokens_at_once;
+                if (first_slot == 0 && of < t.rows) m.partials[of] = before[i];
+            }
+        }
+        __syncwarp();
+    }
+    local_count = __shfl_sync(0xffffffffu, local_count, local & 31);
+    int32_t most = 0;
+    for (int32_t token = lane; token < a.lists.count_bytes; token += 32) {
+        const int32_t partials = token < t.rows ? m.partials[token] : 0;
+        a.lists.token_partials[list_number * a.lists.count_bytes + token] = partials;
+        most = max(most, partials);
     }
     most = __reduce_max_sync(0xffffffffu, most);
     if (lane != 0) return;
+    const bool masked = t.rows < a.shape.tokens || local_count < t.rows;
     a.lists.lists[list_number] = {front + back, masked ? front + back : front, front, most};
     if (most > 0) a.state->partials = 1;
 }
@@ -219,13 +264,15 @@ __device__ __forceinline__ void split_tile(const plan_parameters &a, const tile 
 template <typename T, int words>
 __global__ void __launch_bounds__(plan_threads)
     split(const __grid_constant__ plan_parameters a, result_views<T> results, int32_t heads, int32_t dim) {
+    __shared__ split_memory memory[plan_warps];
+    wait_for_grid_before();
     const int64_t warp = int64_t(blockIdx.x) * plan_warps + threadIdx.x / 32;
     const int64_t number = warp / a.proxy_heads;
     const int32_t proxy_head = static_cast<int32_t>(warp - number * a.proxy_heads);
     if (number < a.state->tiles) {
         const tile t = find_tile(a, static_cast<int32_t>(number));
         if (proxy_head == 0 && (threadIdx.x & 31) == 0) a.tiles[number] = t;
-        split_tile<words>(a, t, static_cast<int32_t>(number), proxy_head);
+        split_tile<words>(a, t, static_cast<int32_t>(number), proxy_head, memory[threadIdx.x / 32]);
     }
     clear_lone_rows(a, results, heads, dim, warp);
 }
@@ -247,6 +294,7 @@ constexpr int warp_edges = FMSA_CUDA_ITEM_EDGES / compact_warps, lane_edges = wa
 
 __global__ void __launch_bounds__(compact_threads) compact(const __grid_constant__ compact_parameters a) {
     __shared__ int32_t warp_count[compact_warps], begin, first_piece;
+    wait_for_grid_before();
     if (a.state->partials == 0) return;
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
     const int32_t items = a.cuts[1] - a.cuts[0], rows = a.row_end - a.row_begin;
@@ -316,11 +364,17 @@ plan_parameters plan_of(const launch_parameters &l) {
     a.lists = l.lists;
     a.proxy_heads = c.num_proxy_heads;
     a.slots = l.slots;
+    while (a.slot_shift < 5 && 1 << a.slot_shift < l.slots)
+        a.slot_shift++;
     a.popular = l.popular;
     a.total_q = c.total_q;
     if (l.schedule != nullptr) {
-        a.row_count = l.schedule->row_count;
         a.row_block = l.schedule->row_block;
+        a.items = make_work(l.problem, l.geometry, l.schedule, l.cuts, block_keys, l.shape.heads);
+        a.items.row_begin = l.row_begin;
+        a.items.row_end = l.row_end;
+        a.num_items = l.schedule->num_items;
+        a.segment_shift = fmsa_cuda_segment_shift(l.problem);
     }
     a.edge_cell = l.edge_cell;
     return a;
@@ -340,8 +394,8 @@ fmsa_status split_edges(const launch_parameters &l) {
     const plan_parameters a = plan_of(l);
     const int64_t rows = l.row_end - l.row_begin, lists = int64_t(l.most_tiles) * a.proxy_heads;
     const int64_t warps = lists > rows / 32 + 1 ? lists : rows / 32 + 1;
-    FMSA_TRY(launch("split", split<T, words>, fmsa_cuda_grid(warps, plan_warps), plan_threads, 0, l.stream, a,
-                    make_results<T>(l), l.problem->config.num_heads, l.problem->config.head_dim));
+    FMSA_TRY(launch_close("split", split<T, words>, fmsa_cuda_grid(warps, plan_warps), plan_threads, 0, l.stream, a,
+                          make_results<T>(l), l.problem->config.num_heads, l.problem->config.head_dim));
     compact_parameters c = {};
     c.items = l.schedule->items;
     c.edge_row = l.schedule->edge_row;
@@ -356,12 +410,13 @@ fmsa_status split_edges(const launch_parameters &l) {
     c.remote = l.remote;
     c.state = l.state;
     constexpr int blocks_each = 8; /* a multiprocessor */
-    return launch("compact", compact, dim3(l.processors * blocks_each), compact_threads, 0, l.stream, c);
+    return launch_close("compact", compact, dim3(l.processors * blocks_each), compact_threads, 0, l.stream, c);
 }
 
 template <typename T>
 fmsa_status plan_rows(const launch_parameters &l) {
-    FMSA_TRY(launch("scan_fragments", scan_fragments, dim3(1), scan_threads, 0, l.stream, plan_of(l)));
+    FMSA_TRY(launch("scan_fragments", scan_fragments, dim3(l.schedule == nullptr ? 1 : 2), scan_threads, 0, l.stream,
+                    plan_of(l)));
     if (l.schedule == nullptr) return place<T>(l);
     switch (l.lists.words) {
     case 1:

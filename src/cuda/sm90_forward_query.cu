@@ -319,6 +319,7 @@ __global__ void __launch_bounds__(kernel_threads, 1)
                  const __grid_constant__ query_parameters<T> a) {
     extern __shared__ uint8_t dynamic[];
     __shared__ barriers b;
+    wait_for_grid_before();
     if (a.w.lists.lists != nullptr && a.w.state->partials != 0) return; /* the merging kernel has the chunk */
     const uint32_t base = (shared_address(dynamic) + 1023) & ~1023u;
     if (threadIdx.x == 0) {
@@ -365,8 +366,8 @@ fmsa_status launch_query(const launch_parameters &l) {
     a.w = make_tile_work(l);
     a.scale_log2 = static_cast<float>(l.problem->config.softmax_scale * double(log2_e));
     a.results = make_results<T>(l);
-    return launch("query-outer forward", query_kernel<T, D>, dim3(l.processors), kernel_threads,
-                  size_t(memory<D>::bytes + 1024), l.stream, q_map, k_map, v_map, out_map, a);
+    return launch_close("query-outer forward", query_kernel<T, D>, dim3(l.processors), kernel_threads,
+                        size_t(memory<D>::bytes + 1024), l.stream, q_map, k_map, v_map, out_map, a);
 }
 
 } // namespace

@@ -71,6 +71,24 @@ struct work {
                          order of thread blocks, so that one may wait for those before it */
 };
 
+/* Finds a chunk's first item and one past its last, called by the first two warps of a block. Items are ordered by
+ * segment: a warp finds the first whose segment is at least that of the chunk's first row, and another warp the first
+ * beyond that of its last. Each round cuts what is left to a 32nd. */
+__device__ __forceinline__ void cut_items(const work &w, const int32_t *num_items, int shift) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+    const int32_t segment = warp == 0 ? w.row_begin >> shift : ((w.row_end - 1) >> shift) + 1;
+    int32_t low = 0, high = *num_items; /* the item sought lies in low ... high */
+    while (low < high) {
+        const int32_t stride = (high - low + 31) / 32, probe = low + lane * stride;
+        const bool before = probe < high && w.edge_row[w.items[probe].edge_begin] >> shift < segment;
+        const int32_t passed = __popc(__ballot_sync(0xffffffffu, before));
+        if (passed == 0) break;
+        high = min(high, low + passed * stride);
+        low += (passed - 1) * stride + 1;
+    }
+    if (lane == 0) w.cuts[warp] = low;
+}
+
 /* The number of a thread block's share, the unit (within the proxy head in sparse mode) and the part of the key block
  * it takes: blockIdx, unless there are tickets. */
 struct place {
