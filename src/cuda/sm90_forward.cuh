@@ -315,14 +315,16 @@ struct row_pair {
     float low, high;
 };
 
-/* s = q k^T; q is a half's rows, [D / 64][64 rows][128 bytes]; k a block's, [D / 64][128 keys][128 bytes]. */
+/* s = q k^T; q is a half's rows, [D / 64][64 rows][128 bytes], or else columns_apart tells how far (in 16 bytes) 64
+ * columns are from the next; k a block's, [D / 64][128 keys][128 bytes]. */
 template <typename T, int D>
-__device__ __forceinline__ void issue_scores(float (&s)[64], uint64_t q, uint64_t k) {
+__device__ __forceinline__ void issue_scores(float (&s)[64], uint64_t q, uint64_t k,
+                                             uint32_t columns_apart = half_rows * 128 >> 4) {
 #pragma unroll
     for (int i = 0; i < D / 16; i++) {
         const uint32_t column = (i & 3) * 32;
-        wgmma_if(s, q + ((i / 4 * (half_rows * 128) + column) >> 4), k + ((i / 4 * (block_keys * 128) + column) >> 4),
-                 i > 0, T());
+        wgmma_if(s, q + i / 4 * columns_apart + (column >> 4), k + ((i / 4 * (block_keys * 128) + column) >> 4), i > 0,
+                 T());
     }
 }
 
@@ -684,6 +686,34 @@ fmsa_status make_query_map(const launch_parameters &l, int32_t tokens, CUtensorM
     shape.box[0] = 64;
     shape.box[1] = l.shape.heads;
     shape.box[2] = tokens;
+    shape.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+    return fmsa_tensor_map(map, q.data, &shape);
+}
+
+/* A box of one token's heads in a unit, which come in groups of eight: [64 columns][8 heads][halves of
+ * columns][groups]. So one copy brings eight rows of 128 bytes after another, as the swizzle wants them. */
+template <typename T>
+fmsa_status make_grouped_query_map(const launch_parameters &l, CUtensorMap *map) {
+    const fmsa_config &c = l.problem->config;
+    const fmsa_tensor &q = l.tensors->q;
+    fmsa_tensor_map_shape shape = {};
+    shape.type = map_type<T>;
+    shape.element_bytes = sizeof(T);
+    shape.rank = 5;
+    shape.size[0] = 64;
+    shape.size[1] = 8;
+    shape.size[2] = c.head_dim / 64;
+    shape.size[3] = c.num_heads / 8;
+    shape.size[4] = c.total_q;
+    shape.stride[1] = q.head_stride;
+    shape.stride[2] = 64;
+    shape.stride[3] = 8 * q.head_stride;
+    shape.stride[4] = used_stride(c.total_q, q.row_stride, c.head_dim);
+    shape.box[0] = 64;
+    shape.box[1] = 8;
+    shape.box[2] = c.head_dim / 64;
+    shape.box[3] = l.shape.heads / 8;
+    shape.box[4] = 1;
     shape.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
     return fmsa_tensor_map(map, q.data, &shape);
 }
