@@ -21,13 +21,13 @@ static int64_t min_of(int64_t a, int64_t b) {
 }
 
 /* Tokens of a share: long enough that what a share costs once does not count, short enough that every multiprocessor
- * gets several. The same for all groups, so that a smaller one never has more shares. */
-static int32_t share_rows(const fmsa_problem *problem, bool computed) {
-    constexpr int64_t wanted_shares = 1024, least = 128;
+ * gets several. In deterministic mode most lists stay whole, since the shares of one wait for each other. The same for
+ * all groups, so that a smaller one never has more shares. */
+static int32_t share_rows(const fmsa_problem *problem) {
+    const int64_t wanted_shares = in_order(problem) ? 256 : 1024, most = in_order(problem) ? 4096 : 1024, least = 128;
     const fmsa_config *c = &problem->config;
     const int64_t places = is_dense(problem) ? (problem->max_fragment_blocks + 1) / 2 : problem->slots;
     const int64_t rows = fmsa_ceil_div(c->num_proxy_heads * c->total_q * places, wanted_shares * tile_tokens);
-    const int64_t most = computed ? most_rows_computed : most_rows_given;
     return static_cast<int32_t>(min_of(rows * tile_tokens > least ? rows * tile_tokens : least, most));
 }
 
@@ -67,7 +67,7 @@ group_memory take_group(const fmsa_problem *problem, const fmsa_sm90_proxy &prox
     w.places = group.places;
     w.student_lse = proxy.student_lse;
     const int64_t rows = group.row_end - group.row_begin, count = rows * c->num_proxy_heads * group.places;
-    w.share_rows = share_rows(problem, computed);
+    w.share_rows = share_rows(problem);
     w.segment_rows = is_dense(problem) ? w.share_rows
                      : computed        ? 1 << fmsa_cuda_segment_shift(problem)
                                        : usual_segment;
@@ -80,7 +80,7 @@ group_memory take_group(const fmsa_problem *problem, const fmsa_sm90_proxy &prox
     w.num_shares = static_cast<int32_t *>(fmsa_cuda_take(&arena, 1, sizeof(int32_t)));
     w.group_shares = static_cast<int32_t *>(
         fmsa_cuda_take(&arena, fmsa_ceil_div(rows, w.segment_rows) * w.proxy_heads, sizeof(int32_t)));
-    w.tickets = static_cast<uint32_t *>(fmsa_cuda_take(&arena, 2, sizeof(uint32_t)));
+    w.tickets = static_cast<uint32_t *>(fmsa_cuda_take(&arena, TICKETS, sizeof(uint32_t)));
     g.kl_sums = static_cast<float *>(fmsa_cuda_take(&arena, g.max_shares * kl_sums_a_share, sizeof(float)));
     if (is_dense(problem) && group.places < problem->max_fragment_blocks) {
         g.dq =
@@ -95,7 +95,7 @@ static size_t dk_sum_bytes(const fmsa_problem *problem) {
 }
 
 static int64_t turn_count(const fmsa_problem *problem) {
-    return in_order(problem) ? problem->config.num_proxy_heads * problem->max_key_blocks * 2 : 0;
+    return in_order(problem) ? problem->config.num_proxy_heads * problem->max_key_blocks : 0;
 }
 
 static fmsa_sm90_proxy take_proxy(const fmsa_problem *problem, void *memory, size_t *bytes) {
@@ -118,11 +118,10 @@ static bool wants_nothing(const fmsa_tensors *t) {
 
 /* Over all places of the group's rows: in dense mode group by group, all in the same memory. */
 static fmsa_status find_student_lse(const fmsa_problem *problem, const fmsa_tensors *t, const fmsa_sm90_proxy &proxy,
-                                    fmsa_sm90_proxy_group group, void *memory, int32_t planes, bool computed,
-                                    cudaStream_t stream) {
+                                    fmsa_sm90_proxy_group group, void *memory, int32_t planes, cudaStream_t stream) {
     const int64_t end = is_dense(problem) ? problem->max_fragment_blocks : group.places;
     for (group.first_block = 0; group.first_block < end; group.first_block += group.places) {
-        const group_memory g = take_group(problem, proxy, group, memory, planes, computed);
+        const group_memory g = take_group(problem, proxy, group, memory, planes, false);
         FMSA_TRY(find_shares(g.work, stream));
         FMSA_TRY(student_lse(problem, t, g.work, group.first_block == 0, stream));
     }
@@ -135,16 +134,21 @@ static fmsa_status run_group(const fmsa_problem *problem, const fmsa_tensors *t,
     if (wants_nothing(t) || group.row_begin == group.row_end) return FMSA_OK;
     const bool first = group.first_block == 0;
     const bool last = !is_dense(problem) || group.first_block + group.places >= problem->max_fragment_blocks;
-    const group_memory g = take_group(problem, proxy, group, memory, planes, computed);
+    const group_memory g = take_group(problem, proxy, group, memory, planes, false);
     if (problem->max_fragment_blocks > 0 && group.places > 0) {
-        if (first) FMSA_TRY(find_student_lse(problem, t, proxy, group, memory, planes, computed, stream));
+        if (computed) {
+            const group_memory made = take_group(problem, proxy, group, memory, planes, true);
+            FMSA_TRY(find_shares(made.work, stream));
+            FMSA_TRY(make_teacher(problem, t, made.work, stream));
+        }
+        if (first) FMSA_TRY(find_student_lse(problem, t, proxy, group, memory, planes, stream));
         if (!(first && last)) FMSA_TRY(find_shares(g.work, stream));
         if (planes > 1) {
             const int64_t rows = group.row_end - group.row_begin;
             const int64_t plane_halves = rows * g.work.proxy_heads * group.places * vector_length;
             FMSA_TRY(add_planes(g.work, plane_halves, planes, stream));
         }
-        FMSA_TRY(differ_from_teacher(problem, t, proxy, g, computed, stream));
+        FMSA_TRY(differ_from_teacher(problem, t, proxy, g, stream));
         if (t->kl != nullptr) FMSA_TRY(add_kl(g, proxy.kl, stream));
     }
     return t->dq_proxy.data == nullptr ? FMSA_OK : add_terms(problem, t, g, first, last, stream);

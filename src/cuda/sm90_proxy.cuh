@@ -20,10 +20,7 @@
 namespace fmsa::proxy {
 
 constexpr int tile_tokens = 64, block_keys = FMSA_SM90_TEACHER_KEYS, vector_length = FMSA_SM90_TEACHER_KEYS;
-constexpr int producer_threads = 128;
-/* Tokens of a share, at most: where the teacher is made, and where it is given. */
-constexpr int most_rows_computed = 512, most_rows_given = 1024;
-
+constexpr int producer_threads = 128, batch_tokens = 512, token_places = 8;
 constexpr size_t most_block_memory = 227 * 1024; /* shared memory of a thread block */
 
 struct proxy_share {
@@ -48,6 +45,8 @@ __device__ __forceinline__ int32_t first_at_least(const int32_t *values, int32_t
     return low;
 }
 
+enum { STUDENT_TICKET, TEACHER_TICKET, GRADIENT_TICKET, TICKETS };
+
 /* A group (sm90_proxy.h) as the kernels see it. The schedule's arrays are NULL in dense mode. */
 struct proxy_work {
     fmsa_cuda_geometry geometry;
@@ -62,7 +61,7 @@ struct proxy_work {
     proxy_share *shares;
     int32_t *num_shares;
     int32_t *group_shares; /* [segments][proxy heads] */
-    uint32_t *tickets;     /* [2] one for each of the two kernels that walk the shares; 0 at first */
+    uint32_t *tickets;     /* [TICKETS] one for each kernel that walks the shares; 0 at first */
     float *numbers;        /* [proxy heads][rows][places] */
     uint16_t *vectors;     /* the same, of vector_length */
     float *student_lse;    /* [proxy heads][total_q], times log2(e) */
@@ -84,7 +83,7 @@ struct proxy_work {
 
 /* ---- Tokens. ---- */
 
-/* The tokens of a tile, for producer and consumers. */
+/* The tokens of a tile, for the consumers. */
 struct token_tile {
     int32_t limit[tile_tokens];        /* last key of the block that the token sees; negative: no token */
     int32_t place[tile_tokens];        /* number of (proxy head, row, place); negative: no token */
@@ -94,12 +93,26 @@ struct token_tile {
     uint32_t reserved[2];
 };
 
-/* The tokens of a share, for the producer alone: looked up all at once, so that the latency of memory counts once a
- * share. Filled up to whole tiles. */
-template <int most_rows>
-struct share_tokens {
-    int32_t limit[most_rows], place[most_rows], row[most_rows];
-    float lse[most_rows];
+/* A batch of the tokens of a share, for the producer alone: looked up all at once, so that the latency of memory counts
+ * once a batch. */
+struct token_batch {
+    int32_t limit[batch_tokens], place[batch_tokens];
+    int32_t row[batch_tokens]; /* negative: no token; such a row is not read */
+    float lse[batch_tokens];
+};
+
+/* A place in a ring and how often the ring has been passed: a consumer waits for `phase`, a producer for the other. */
+template <int count>
+struct ring_place {
+    int32_t index = 0;
+    uint32_t phase = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++index == count) {
+            index = 0;
+            phase ^= 1;
+        }
+    }
 };
 
 /* ---- Copies by the producer: cp.async, since rows lie anywhere. 16-byte chunks go where the 128-byte swizzle of wgmma
@@ -110,20 +123,37 @@ __device__ __forceinline__ uint32_t chunk_offset(int row, int chunk) {
     return chunk / 8 * (rows * 128) + row * 128 + ((chunk % 8 ^ row % 8) << 4);
 }
 
+/* A tile's rows of `chunks` chunks each, as the threads of the producer share them: thread i has chunk i % chunks of
+ * every row i / chunks + rows_at_once * n. */
+template <int chunks_a_row>
+struct tile_rows_of_thread {
+    static constexpr int chunks = chunks_a_row, rows_at_once = producer_threads / chunks;
+    static constexpr int count = tile_tokens / rows_at_once;
+    int32_t number[count]; /* of rows of the tensor; negative: none */
+
+    static __device__ __forceinline__ int chunk() {
+        return threadIdx.x % chunks;
+    }
+    static __device__ __forceinline__ int row(int n) {
+        return threadIdx.x / chunks + n * rows_at_once;
+    }
+    /* numbers: those of the tile. To be read before they are needed, since no read passes a copy. */
+    __device__ __forceinline__ void read(const int32_t *numbers) {
+#pragma unroll
+        for (int n = 0; n < count; n++)
+            number[n] = numbers[row(n)];
+    }
+};
+
 template <int D, typename T>
-__device__ __forceinline__ void load_token_rows(uint32_t destination, const token_tile &tile, const view<const T> &q,
-                                                int64_t head) {
-    constexpr int chunks = D / 8, rows_at_once = producer_threads / chunks, count = tile_tokens / rows_at_once;
-    const int chunk = threadIdx.x % chunks, first = threadIdx.x / chunks;
-    int32_t row[count]; /* read all before the first copy, which nothing may pass */
+__device__ __forceinline__ void load_token_rows(uint32_t destination, const tile_rows_of_thread<D / 8> &rows,
+                                                const view<const T> &q, int64_t head) {
+    const T *const begin = q.at(0, head) + 8 * rows.chunk();
 #pragma unroll
-    for (int i = 0; i < count; i++)
-        row[i] = tile.row[first + i * rows_at_once];
-    const T *const begin = q.at(0, head) + 8 * chunk;
-#pragma unroll
-    for (int i = 0; i < count; i++) {
-        cp_async_16(destination + chunk_offset<tile_tokens>(first + i * rows_at_once, chunk),
-                    begin + max(row[i], 0) * q.row_stride, row[i] >= 0);
+    for (int n = 0; n < rows.count; n++) {
+        const int32_t row = rows.number[n];
+        cp_async_16(destination + chunk_offset<tile_tokens>(rows.row(n), rows.chunk()),
+                    begin + max(row, 0) * q.row_stride, row >= 0);
     }
 }
 
@@ -173,15 +203,16 @@ __device__ __forceinline__ bool take_share(const proxy_work &w, int ticket, int3
     return true;
 }
 
-/* Called by all threads of the producer; afterwards all of them may read the tokens. */
-template <bool with_lse, int most_rows>
+/* The tokens from number `first` of a share on; behind the last there are none. Called by all threads of the producer;
+ * afterwards all of them may read the batch. */
+template <bool with_lse>
 __device__ __forceinline__ void find_tokens(const proxy_work &w, const proxy_share &s, const block_place &block,
-                                            share_tokens<most_rows> &tokens) {
-    constexpr int a_thread = most_rows / producer_threads;
+                                            int32_t first, token_batch &batch) {
+    constexpr int a_thread = batch_tokens / producer_threads;
     int32_t row[a_thread], place[a_thread];
 #pragma unroll
     for (int n = 0; n < a_thread; n++) {
-        const int32_t i = threadIdx.x + n * producer_threads;
+        const int32_t i = first + threadIdx.x + n * producer_threads;
         row[n] = -1;
         place[n] = block.dense_place;
         if (i >= s.count) continue;
@@ -198,35 +229,29 @@ __device__ __forceinline__ void find_tokens(const proxy_work &w, const proxy_sha
         position[n] = w.geometry.row_position[row[n]];
         if (with_lse) lse[n] = w.student_lse[int64_t(s.proxy_head) * w.total_q + row[n]];
     }
-    const int32_t end = tiles_of(s) * tile_tokens;
+    named_barrier_sync(1, producer_threads); /* All have read the batch before. */
 #pragma unroll
     for (int n = 0; n < a_thread; n++) {
         const int32_t i = threadIdx.x + n * producer_threads;
-        if (i >= end) break;
         const int32_t limit = position[n] < 0 ? -1 : position[n] - block.position;
         const bool there = limit >= 0;
-        tokens.limit[i] = limit;
-        tokens.row[i] = there ? row[n] : -1;
-        tokens.place[i] = there ? int32_t(w.first_place(s.proxy_head, row[n])) + place[n] : -1;
-        tokens.lse[i] = there ? lse[n] : INFINITY;
+        batch.limit[i] = limit;
+        batch.row[i] = there ? row[n] : -1;
+        batch.place[i] = there ? int32_t(w.first_place(s.proxy_head, row[n])) + place[n] : -1;
+        batch.lse[i] = there ? lse[n] : INFINITY;
     }
     named_barrier_sync(1, producer_threads);
 }
 
-/* Tile t of a share; called likewise. */
-template <int most_rows>
-__device__ __forceinline__ void keep_tile(const share_tokens<most_rows> &tokens, int32_t t, token_tile &tile) {
-    if (threadIdx.x < tile_tokens) {
-        const int i = threadIdx.x, from = t * tile_tokens + i;
-        const int32_t limit = tokens.limit[from];
-        tile.limit[i] = limit;
-        tile.row[i] = tokens.row[from];
-        tile.place[i] = tokens.place[from];
-        tile.lse[i] = tokens.lse[from];
-        const uint32_t masked = __any_sync(0xffffffffu, limit < block_keys - 1);
-        if (i % 32 == 0) tile.masked[i / 32] = masked;
-    }
-    named_barrier_sync(1, producer_threads);
+/* The tile from token `first` of the batch on, by the first two warps of the producer. */
+__device__ __forceinline__ void keep_tile(const token_batch &tokens, int32_t first, token_tile &tile) {
+    const int i = threadIdx.x, from = first + i;
+    const int32_t limit = tokens.limit[from];
+    tile.limit[i] = limit;
+    tile.place[i] = tokens.place[from];
+    tile.lse[i] = tokens.lse[from];
+    const uint32_t masked = __any_sync(0xffffffffu, limit < block_keys - 1);
+    if (i % 32 == 0) tile.masked[i / 32] = masked;
 }
 
 /* What the consumers must know of a share. */
@@ -250,6 +275,26 @@ __device__ __forceinline__ void describe_share(const proxy_work &w, const proxy_
         w.dense() ? int64_t(w.geometry.block_q_begin[s.block]) : w.list_begin[s.proxy_head * w.max_blocks + s.block];
     data.before = static_cast<int32_t>(s.begin - list);
     data.end = data.before + s.count;
+}
+
+/* ---- Products. ---- */
+
+/* Begins S^T = K Q^T: 64 keys x 64 tokens over D columns. keys: an operand of a tile of 128 keys, from the first of the
+ * 64 on. */
+template <int D, typename T>
+__device__ __forceinline__ void multiply_keys_by_rows(float (&s)[32], uint64_t keys, uint64_t rows, T type) {
+    wgmma_fence();
+#pragma unroll
+    for (int d = 0; d < D / 16; d++) {
+        const uint64_t k = keys + d / 4 * (block_keys * 128 >> 4) + d % 4 * 2;
+        const uint64_t q = rows + d / 4 * (tile_tokens * 128 >> 4) + d % 4 * 2;
+        if (d == 0) {
+            wgmma_new(s, k, q, type);
+        } else {
+            wgmma(s, k, q, type);
+        }
+    }
+    wgmma_commit();
 }
 
 constexpr int kl_sums_a_share = 8; /* one a warp */
@@ -278,10 +323,13 @@ fmsa_status student_lse(const fmsa_problem *problem, const fmsa_tensors *tensors
 /* Adds the planes of the teacher to the first. */
 fmsa_status add_planes(const proxy_work &w, int64_t plane_halves, int32_t planes, cudaStream_t stream);
 
-/* The terms of dq_proxy, dk_proxy's sums and the shares' KL sums. The teacher is in the group's vectors, or (computed)
- * made from q, k, lse. */
+/* Makes the teacher from q, k, lse, in the group's vectors. */
+fmsa_status make_teacher(const fmsa_problem *problem, const fmsa_tensors *tensors, const proxy_work &w,
+                         cudaStream_t stream);
+
+/* The terms of dq_proxy, dk_proxy's sums and the shares' KL sums, from the teacher in the group's vectors. */
 fmsa_status differ_from_teacher(const fmsa_problem *problem, const fmsa_tensors *tensors, const fmsa_sm90_proxy &proxy,
-                                const group_memory &group, bool computed, cudaStream_t stream);
+                                const group_memory &group, cudaStream_t stream);
 
 /* Adds the terms to those of the chunk's groups before; after the last they are dq_proxy. */
 fmsa_status add_terms(const fmsa_problem *problem, const fmsa_tensors *t, const group_memory &group, bool first,

@@ -3,7 +3,7 @@
  *
  * Shares: a thread block for each (segment, proxy head) looks at the blocks that the segment's rows can see, twice: it
  * counts, and with the counts of all before it known it writes. Floor of the rest: memory, 256 B a (row, place) once.
- * Measured on an H200 with 4.2 million (row, place)s: their terms 0.26 ms, 4.2 TB/s; the shares 0.02 ms. */
+ */
 #include "scan.cuh"
 #include "sm90_proxy.cuh"
 
@@ -77,7 +77,8 @@ __global__ void __launch_bounds__(find_threads)
         w.group_shares[group] = before;
     } else if (group == static_cast<int32_t>(gridDim.x) - 1) {
         *w.num_shares = before;
-        w.tickets[0] = w.tickets[1] = 0;
+        for (int i = 0; i < TICKETS; i++)
+            w.tickets[i] = 0;
     }
 }
 

@@ -8,9 +8,8 @@
  * stages of 64) by cp.async; warpgroups 1-3 take the tiles in turn, so that the exponentials of two run beside the
  * product of the third. Barriers: full[stage] from the producer's 128 copies and 64 token writers to the tile's
  * warpgroup, empty[stage] back from its 4 warps; key_full and key_empty the same for a share, with all 12 warps.
- * Registers: 128 a thread; S takes 64. Shared memory (Dp = 128): keys 64 KB, stages 128 KB, tokens 24 KB.
- * Floor: 2 * 128 * Dp FLOPs and 128 exponentials a (row, place): both 1,024 clocks for 128 of them at Dp = 128.
- * Measured on an H200, 64/4/4/1 heads, 65,536 tokens, k 16, random selection, bf16: 0.39 ms, floor 0.15. */
+ * Registers: 128 a thread; S takes 64. Shared memory (Dp = 128): keys 64 KB, stages 128 KB, tokens 16 KB.
+ * Floor: 2 * 128 * Dp FLOPs and 128 exponentials a (row, place): both 1,024 clocks for 128 of them at Dp = 128. */
 #include "sm90_proxy.cuh"
 
 namespace fmsa::proxy {
@@ -31,7 +30,7 @@ struct student_memory {
     alignas(1024) char keys[key_buffers][key_bytes];
     alignas(1024) char rows[student_stages][stage_bytes];
     token_tile tokens[student_stages];
-    share_tokens<most_rows_given> share;
+    token_batch batch;
     share_data shares[key_buffers];
     uint64_t full[student_stages], empty[student_stages], key_full[key_buffers], key_empty[key_buffers];
     int32_t next_share;
@@ -49,7 +48,7 @@ __device__ __forceinline__ void produce(const student_parameters<T> &a, student_
         const uint32_t key_full = shared_address(&m.key_full[buffer]);
         proxy_share s;
         int32_t number;
-        if (!take_share(w, 0, &m.next_share, s, number)) {
+        if (!take_share(w, STUDENT_TICKET, &m.next_share, s, number)) {
             if (tid == 0) m.shares[buffer].tiles = 0;
             barrier_arrive(key_full);
             barrier_arrive_after_copies(key_full);
@@ -62,43 +61,59 @@ __device__ __forceinline__ void produce(const student_parameters<T> &a, student_
         barrier_arrive(key_full);
         barrier_arrive_after_copies(key_full);
 
-        find_tokens<false>(w, s, block, m.share);
         for (int32_t t = 0; t < tiles_of(s); t++, tile++) {
+            const int32_t first = t * tile_tokens % batch_tokens;
+            if (first == 0) find_tokens<false>(w, s, block, t * tile_tokens, m.batch);
+            tile_rows_of_thread<D / 8> rows;
+            rows.read(m.batch.row + first);
             const int stage = tile % student_stages;
             const uint32_t full = shared_address(&m.full[stage]);
             barrier_wait(shared_address(&m.empty[stage]), (tile / student_stages + 1) & 1);
-            keep_tile(m.share, t, m.tokens[stage]);
-            load_token_rows<D>(shared_address(m.rows[stage]), m.tokens[stage], a.q_proxy, s.proxy_head);
+            load_token_rows<D>(shared_address(m.rows[stage]), rows, a.q_proxy, s.proxy_head);
             barrier_arrive_after_copies(full);
-            if (tid < tile_tokens) barrier_arrive(full);
+            if (tid < tile_tokens) {
+                keep_tile(m.batch, first, m.tokens[stage]);
+                barrier_arrive(full);
+            }
         }
     }
 }
 
-/* The largest of the scores that a token sees, and then their sum of exponentials, of row g (half 0) or g + 8. */
-__device__ __forceinline__ float log2_sum(float (&s)[64], int half, int32_t limit, float scale_log2) {
+/* Scores of the keys that the tokens of rows g and g + 8 do not see. */
+__device__ __forceinline__ void mask_scores(float (&s)[64], const int32_t (&limit)[2]) {
     const int column = 2 * (threadIdx.x & 3);
-    if (limit < block_keys - 1) {
-#pragma unroll
-        for (int j = 0; j < 16; j++) {
-            if (8 * j + column > limit) s[4 * j + 2 * half] = -INFINITY;
-            if (8 * j + column + 1 > limit) s[4 * j + 2 * half + 1] = -INFINITY;
-        }
-    }
-    float most[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
 #pragma unroll
     for (int j = 0; j < 16; j++) {
-        most[0] = fmaxf(most[0], s[4 * j + 2 * half]);
-        most[1] = fmaxf(most[1], s[4 * j + 2 * half + 1]);
-    }
-    const float greatest = quad_max(fmaxf(most[0], most[1]));
-    const float reference = greatest == -INFINITY ? 0 : greatest * scale_log2;
 #pragma unroll
-    for (int j = 0; j < 16; j++) {
-        sum[0] += exp2_approx(fmaf(s[4 * j + 2 * half], scale_log2, -reference));
-        sum[1] += exp2_approx(fmaf(s[4 * j + 2 * half + 1], scale_log2, -reference));
+        for (int i = 0; i < 4; i++)
+            if (8 * j + column + i % 2 > limit[i / 2]) s[4 * j + i] = -INFINITY;
     }
-    return reference + __log2f(quad_sum(sum[0] + sum[1]));
+}
+
+/* log2 of the sum of exponentials of rows g and g + 8; both at once, in four sums each, so that nothing waits. */
+__device__ __forceinline__ void log2_sums(float (&result)[2], float (&s)[64], float scale_log2) {
+    float most[8], reference[2];
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+        most[i] = s[i];
+#pragma unroll
+    for (int i = 8; i < 64; i++)
+        most[i % 8] = fmaxf(most[i % 8], s[i]);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const float greatest =
+            quad_max(fmaxf(fmaxf(most[2 * half], most[2 * half + 1]), fmaxf(most[2 * half + 4], most[2 * half + 5])));
+        reference[half] = greatest == -INFINITY ? 0 : greatest * scale_log2;
+    }
+    float sum[8] = {};
+#pragma unroll
+    for (int i = 0; i < 64; i++)
+        sum[i % 8] += exp2_approx(fmaf(s[i], scale_log2, -reference[i / 2 % 2]));
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const float total = (sum[2 * half] + sum[2 * half + 1]) + (sum[2 * half + 4] + sum[2 * half + 5]);
+        result[half] = reference[half] + log2_approx(quad_sum(total));
+    }
 }
 
 template <typename T, int D>
@@ -136,14 +151,17 @@ __device__ __forceinline__ void consume(const student_parameters<T> &a, student_
             wgmma_commit();
             const int32_t limit[2] = {tokens.limit[row], tokens.limit[row + 8]};
             const int32_t place[2] = {tokens.place[row], tokens.place[row + 8]};
+            const bool masked = (tokens.masked[0] | tokens.masked[1]) != 0;
             wgmma_wait<0>();
             pin(s);
+            __syncwarp();
             if (lane == 0) barrier_arrive(shared_address(&m.empty[stage]));
+            if (masked) mask_scores(s, limit);
+            float value[2];
+            log2_sums(value, s, a.scale_log2);
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const float value = log2_sum(s, half, limit[half], a.scale_log2);
-                if ((lane & 3) == 0 && place[half] >= 0) w.numbers[place[half]] = value;
-            }
+            for (int half = 0; half < 2; half++)
+                if ((lane & 3) == 0 && place[half] >= 0) w.numbers[place[half]] = value[half];
         }
         first += tiles;
         if (lane == 0) barrier_arrive(shared_address(&m.key_empty[buffer]));
