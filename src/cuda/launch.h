@@ -67,7 +67,8 @@ fmsa_status launch(const char *name, void (*kernel)(Parameters...), dim3 grid, u
     return launch_as(false, name, kernel, grid, threads, shared, stream, arguments...);
 }
 
-/* Of a kernel that calls wait_for_grid_before() (sm90.cuh): it may start while the one before it ends. */
+/* Of a kernel that calls wait_for_grid_before() (sm90.cuh) before it needs what the one before it leaves, and in any
+ * case before it ends: it may start while that one ends. What comes after both finds both complete. */
 template <typename... Parameters, typename... Arguments>
 fmsa_status launch_close(const char *name, void (*kernel)(Parameters...), dim3 grid, unsigned threads,
                          shared_memory shared, cudaStream_t stream, Arguments... arguments) {

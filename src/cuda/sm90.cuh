@@ -68,6 +68,11 @@ __device__ __forceinline__ void wait_for_grid_before() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
+/* Lets the next grid of the stream, if it is one of launch_close(), begin where multiprocessors become free. */
+__device__ __forceinline__ void allow_next_grid() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 /* ---- Copies by the TMA. One thread issues them. ---- */
 
 /* Orders this thread's ordinary accesses to shared memory before later ones by the TMA and wgmma. */
@@ -143,6 +148,14 @@ __device__ __forceinline__ void bulk_reduce_add(float *destination, uint32_t sou
 __device__ __forceinline__ void bulk_reduce_add(__half *destination, uint32_t source, uint32_t bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.noftz.f16 [%0], [%1], %2;" ::"l"(destination),
                  "r"(source), "r"(bytes)
+                 : "memory");
+}
+
+/* Adds eight values, in pairs as pack_pair() makes them, in no order that one can rely on. address is a multiple of 16
+ * bytes. */
+__device__ __forceinline__ void reduce_add_8(__half *address, const uint32_t (&pair)[4]) {
+    asm volatile("red.relaxed.gpu.global.add.noftz.v4.f16x2 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(pair[0]),
+                 "r"(pair[1]), "r"(pair[2]), "r"(pair[3])
                  : "memory");
 }
 
