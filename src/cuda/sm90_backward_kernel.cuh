@@ -22,8 +22,8 @@
  * Rows lie in shared memory in groups of eight, [group][64 columns][row][128 bytes swizzled]: so one box of the TMA
  * brings all columns of a token.
  *
- * Teacher: the sum of P over the heads of a token is one more product, P^T by a matrix of ones that says which row is
- * which token's: any number of heads, for a few clocks of the tensor cores.
+ * Teacher: for 4 or 16 heads a unit, P is summed over the heads of a token by additions and exchanges between lanes.
+ * For any other number it is one more product, P^T by a matrix of ones that says which row is which token's.
  *
  * Shared memory at D = 128: K and V 64 KB, three stages of Q and dO 96 KB, two dS buffers 32 KB, staging of dQ 16 KB.
  * Registers a thread: warpgroup 0 32, main 208, dQ 64; no spills.
@@ -47,6 +47,64 @@ constexpr bool is_bf16 = false;
 template <>
 constexpr bool is_bf16<__nv_bfloat16> = true;
 
+/* How the kernel leaves the teacher: not; for any number of heads a unit, as a product with ones; or for so many heads
+ * by additions. */
+enum teaching { teach_none = 0, teach_any = 1, teach_4_heads = 4, teach_16_heads = 16 };
+
+/* Of two values, each summed over this lane and the one `step` further or before: lanes without the bit `step` keep a,
+ * those with it b. */
+__device__ __forceinline__ float fold(float a, float b, int step) {
+    const bool upper = threadIdx.x & step;
+    return (upper ? b : a) + __shfl_xor_sync(0xffffffffu, upper ? a : b, step);
+}
+
+/* Sums of the probabilities of a token's rows, for 4 or 16 heads a unit. A thread holds numbers of two keys (halves)
+ * and columns 8 * j + 2 * (lane % 4) + {0, 1}; four lanes share the tokens' sums out among them. */
+template <int heads>
+struct token_sums {
+    static constexpr int groups = heads == 16 ? 4 : 8, words = 16 / heads;
+    float sum[groups][2];
+
+    __device__ __forceinline__ token_sums() : sum{} {
+    }
+    __device__ __forceinline__ void add(int j, int half, float x, float y) {
+        sum[j * groups / 8][half] += x + y;
+    }
+    /* The token of this lane's word i. */
+    __device__ __forceinline__ static int32_t token(uint32_t thread, int i) {
+        const uint32_t lane = thread % 4;
+        return heads == 4 ? 2 * i + 8 * (lane % 2) + lane / 2 : lane;
+    }
+    /* Pairs of the two keys' sums times the factor. */
+    __device__ __forceinline__ void finish(uint32_t (&word)[words], float factor) const {
+        float w[words][2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+#pragma unroll
+            for (int i = 0; i < words; i++) {
+                if constexpr (heads == 4) {
+                    w[i][half] = fold(sum[i][half], sum[i + 4][half], 1);
+                } else {
+                    const float low = fold(sum[0][half], sum[2][half], 2), high = fold(sum[1][half], sum[3][half], 2);
+                    w[i][half] = fold(low, high, 1);
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < words; i++)
+            word[i] = pack_pair(w[i][0] * factor, w[i][1] * factor, __half());
+    }
+};
+
+/* Nothing is summed. */
+template <>
+struct token_sums<teach_none> {
+    __device__ __forceinline__ void add(int, int, float, float) {
+    }
+};
+template <>
+struct token_sums<teach_any> : token_sums<teach_none> {};
+
 /* A value that the compiler computes where it stands: kept over the loop it would take a register. */
 __device__ __forceinline__ uint32_t found_anew(uint32_t x) {
     uint32_t value[1] = {x};
@@ -54,7 +112,7 @@ __device__ __forceinline__ uint32_t found_anew(uint32_t x) {
     return value[0];
 }
 
-template <typename T, int D, bool half_sums, bool teach>
+template <typename T, int D, bool half_sums, teaching teach>
 struct main_warpgroup {
     using layout = shared_memory_of<D, half_sums>;
     static constexpr int columns = D / 2; /* accumulators of 64 rows and D columns */
@@ -137,7 +195,8 @@ struct main_warpgroup {
     }
 
     /* p = exp(s - lse), rounded. */
-    __device__ __forceinline__ void probabilities(uint32_t (&p)[16], float (&s)[32], const stage_rows &rows) {
+    __device__ __forceinline__ void probabilities(uint32_t (&p)[16], token_sums<teach> &sums, float (&s)[32],
+                                                  const stage_rows &rows) {
         const uint32_t lse = shared_address(rows.lse) + 8 * (lane() % 4);
 #pragma unroll
         for (int j = 0; j < 8; j++) {
@@ -147,6 +206,7 @@ struct main_warpgroup {
                 const float x = exp2_approx(fmaf(s[4 * j + 2 * half], a.scale_log2, -l.x));
                 const float y = exp2_approx(fmaf(s[4 * j + 2 * half + 1], a.scale_log2, -l.y));
                 p[2 * j + half] = pack_pair(x, y, T());
+                sums.add(j, half, x, y);
             }
         }
         pin(p);
@@ -210,6 +270,16 @@ struct main_warpgroup {
         }
     }
 
+    /* The same for one pair. */
+    __device__ __forceinline__ void store_teacher(uint32_t w, const tile_tokens &tokens, int32_t token) {
+        const uint32_t thread = found_anew(threadIdx.x);
+        const uint32_t pair = 8 * (4 * group + thread / 32 % 4) + thread % 32 / 4;
+        const int32_t row = tokens.row[token];
+        if (row == a.total_q) return;
+        uint32_t *to = a.teacher + shared.item.teacher + pair;
+        to[(int64_t(row) * a.places + tokens.place[token]) * (backward_keys / 2)] = w;
+    }
+
     /* w of the tile's tokens from the first on. */
     __device__ __forceinline__ void leave_teacher(const uint32_t (&p)[16], const tile_tokens &tokens, int32_t first) {
 #pragma unroll 1
@@ -236,15 +306,22 @@ struct main_warpgroup {
         wgmma_wait<0>();
         pin(s);
         if (masked) mask(s, rows);
-        probabilities(p, s, rows);
+        token_sums<teach> sums;
+        probabilities(p, sums, s, rows);
         barrier_wait(shared_address(&shared.dout_full[at.stage()]), at.stage_parity());
         if (a.gathered) fence_async_proxy();
         multiply_columns(dp, keys + to_v, q + to_dout);
         multiply_rows(dv, p, q + to_dout);
         /* In fp16 there are no registers left for w while dP is under way. */
-        constexpr bool early = teach && is_bf16<T>;
+        constexpr bool early = teach == teach_any && is_bf16<T>;
         float w[4];
         if constexpr (early) multiply_ones(w, p, 0);
+        constexpr bool by_sums = teach > teach_any;
+        uint32_t words[by_sums ? 16 / teach : 1];
+        if constexpr (by_sums) {
+            sums.finish(words, a.teacher_factor);
+            pin(words);
+        }
         wgmma_wait<early ? 2 : 1>();
         pin(dp);
         score_gradients(ds, p, dp, rows);
@@ -255,7 +332,12 @@ struct main_warpgroup {
             pin(w);
             store_teacher(w, shared.tokens[at.ring_place()], 0);
         }
-        if constexpr (teach) leave_teacher(p, shared.tokens[at.ring_place()], early ? 8 : 0);
+        if constexpr (teach == teach_any) leave_teacher(p, shared.tokens[at.ring_place()], early ? 8 : 0);
+        if constexpr (by_sums) {
+#pragma unroll
+            for (int i = 0; i < token_sums<teach>::words; i++)
+                store_teacher(words[i], shared.tokens[at.ring_place()], token_sums<teach>::token(threadIdx.x, i));
+        }
         wgmma_wait<0>();
         pin(dv);
         pin(dk);
@@ -553,11 +635,12 @@ __device__ __forceinline__ void init_barriers(shared_state &shared, bool gathere
     barrier_init_fence();
 }
 
-template <typename T, int D, bool half_sums, bool teach>
+template <typename T, int D, bool half_sums, teaching teach>
 __global__ void __launch_bounds__(threads, 1) backward_kernel(const __grid_constant__ backward_parameters a) {
     extern __shared__ __align__(1024) char memory[];
     __shared__ shared_state shared;
     const uint32_t base = shared_address(memory);
+    if constexpr (teach != teach_none) allow_next_grid();
     if (threadIdx.x == 0) init_barriers(shared, a.gathered);
     fill_constants<T, D, half_sums>(a, base);
     __syncthreads();
@@ -579,7 +662,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(const __grid_const
     }
 }
 
-template <typename T, int D, bool half_sums, bool teach>
+template <typename T, int D, bool half_sums, teaching teach>
 fmsa_status launch_kernel(const backward_parameters &p, cudaStream_t stream) {
     int device = 0, multiprocessors = 0;
     fmsa_status status = fmsa_cuda_status("reading the current device", cudaGetDevice(&device));
@@ -594,14 +677,23 @@ fmsa_status launch_kernel(const backward_parameters &p, cudaStream_t stream) {
 
 } // namespace backward
 
+template <typename T, int D, bool half_sums>
+fmsa_status launch_teaching(const backward_parameters &p, cudaStream_t stream) {
+    using namespace backward;
+    if (p.teacher == nullptr) return launch_kernel<T, D, half_sums, teach_none>(p, stream);
+    switch (p.unit_heads) {
+    case 4:
+        return launch_kernel<T, D, half_sums, teach_4_heads>(p, stream);
+    case 16:
+        return launch_kernel<T, D, half_sums, teach_16_heads>(p, stream);
+    default:
+        return launch_kernel<T, D, half_sums, teach_any>(p, stream);
+    }
+}
+
 template <typename T, int D>
 fmsa_status launch_backward(const backward_parameters &p, bool half_sums, cudaStream_t stream) {
-    if (half_sums) {
-        return p.teacher == nullptr ? backward::launch_kernel<T, D, true, false>(p, stream)
-                                    : backward::launch_kernel<T, D, true, true>(p, stream);
-    }
-    return p.teacher == nullptr ? backward::launch_kernel<T, D, false, false>(p, stream)
-                                : backward::launch_kernel<T, D, false, true>(p, stream);
+    return half_sums ? launch_teaching<T, D, true>(p, stream) : launch_teaching<T, D, false>(p, stream);
 }
 
 } // namespace fmsa
