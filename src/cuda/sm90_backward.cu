@@ -120,7 +120,7 @@ static void plan_dq(const fmsa_problem *problem, plan *p) {
 }
 
 /* Gives the chunk as many rows as fit, whole segments of the schedule if one fits, so that chunks cut no more items
- * than they must; then in dense mode the groups as many key blocks as fit. */
+ * than they must. With a teacher in dense mode: all key blocks too, or in groups as many as fit. */
 static fmsa_status make_plan(const fmsa_problem *problem, bool with_teacher, plan *made) {
     constexpr size_t usual_bytes = size_t(4) << 30;
     constexpr int64_t least_rows = 128;
@@ -146,6 +146,19 @@ static fmsa_status make_plan(const fmsa_problem *problem, bool with_teacher, pla
         q.places = places;
         return take_scratch(problem, q, nullptr).bytes <= most;
     };
+    /* Few launches: chunks of rows with all their key blocks, of about the same size, unless they have too few rows. */
+    if (grouped && most_places > 0) {
+        constexpr int64_t least_chunk = 1024;
+        int64_t chunks = 1, rows = c->total_q;
+        while (rows > least_chunk && !fits(rows, most_places, limit))
+            rows = fmsa_ceil_div(fmsa_ceil_div(c->total_q, ++chunks), least_rows) * least_rows;
+        if (fits(rows, most_places, limit)) {
+            p.rows = rows;
+            p.places = most_places;
+            *made = p;
+            return FMSA_OK;
+        }
+    }
     /* Half for the rows alone where groups are to share the rest. */
     const size_t for_rows = grouped ? least_bytes + (limit - least_bytes) / 2 : limit;
     const int64_t segment = int64_t(1) << fmsa_cuda_segment_shift(problem);
@@ -318,6 +331,8 @@ static fmsa_status run_group(const pass &pass, backward_parameters p, const dens
             fmsa_sm90_proxy_teacher(pass.problem, &pass.proxy, &proxy_group, pass.scratch.group, pass.plan.planes);
         p.teacher = reinterpret_cast<uint32_t *>(teacher.w);
         p.teacher_plane = teacher.plane_halves / 2;
+        FMSA_TRY(fmsa_sm90_proxy_prepare(pass.problem, pass.tensors, &pass.proxy, &proxy_group, pass.scratch.group,
+                                         pass.plan.planes, pass.stream));
     }
     FMSA_TRY(find_items(pass, group));
     FMSA_TRY(launch_main(pass.problem, p, pass.plan.half_sums, pass.stream));

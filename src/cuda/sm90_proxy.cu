@@ -1,5 +1,5 @@
 /* The Hopper proxy loss on the host's side: memory, chunks and groups, the order of launches. The kernels are in
- * sm90_proxy_student.cu, sm90_proxy_gradient.cu and sm90_proxy_parts.cu. */
+ * sm90_proxy_student.cu, sm90_proxy_gradient.cu, sm90_proxy_teacher.cu and sm90_proxy_parts.cu. */
 #include "sm90.h"
 #include "sm90_proxy.cuh"
 
@@ -45,6 +45,11 @@ static int64_t max_shares(const fmsa_problem *problem, const proxy_work &w) {
     return edges / w.share_rows + min_of(edges, lists);
 }
 
+/* Numbers in dq_sums. */
+static int64_t sum_count(const fmsa_problem *problem, const proxy_work &w) {
+    return int64_t(w.row_end - w.row_begin) * problem->config.num_proxy_heads * w.sum_terms * vector_length;
+}
+
 group_memory take_group(const fmsa_problem *problem, const fmsa_sm90_proxy &proxy, const fmsa_sm90_proxy_group &group,
                         void *memory, int32_t planes, bool computed) {
     constexpr int32_t usual_segment = 1 << 16; /* rows of q_proxy of one head: 16 MB at Dp = 128 */
@@ -66,6 +71,9 @@ group_memory take_group(const fmsa_problem *problem, const fmsa_sm90_proxy &prox
     w.first_block = group.first_block;
     w.places = group.places;
     w.student_lse = proxy.student_lse;
+    w.key_heads = c->num_proxy_kv_heads;
+    w.proxy_heads_per_key_head = c->num_proxy_heads / c->num_proxy_kv_heads;
+    w.key_bounds = proxy.key_bounds;
     const int64_t rows = group.row_end - group.row_begin, count = rows * c->num_proxy_heads * group.places;
     w.share_rows = share_rows(problem);
     w.segment_rows = is_dense(problem) ? w.share_rows
@@ -76,6 +84,10 @@ group_memory take_group(const fmsa_problem *problem, const fmsa_sm90_proxy &prox
     fmsa_cuda_arena arena = {static_cast<char *>(memory), 0};
     w.vectors = static_cast<uint16_t *>(fmsa_cuda_take(&arena, count * planes, vector_length * sizeof(uint16_t)));
     w.numbers = static_cast<float *>(fmsa_cuda_take(&arena, count, sizeof(float)));
+    if (sums_dq(problem)) {
+        w.sum_terms = static_cast<int32_t>(fmsa_ceil_div(group.places, term_places));
+        w.dq_sums = static_cast<uint16_t *>(fmsa_cuda_take(&arena, sum_count(problem, w), sizeof(uint16_t)));
+    }
     w.shares = static_cast<proxy_share *>(fmsa_cuda_take(&arena, g.max_shares, sizeof(proxy_share)));
     w.num_shares = static_cast<int32_t *>(fmsa_cuda_take(&arena, 1, sizeof(int32_t)));
     w.group_shares = static_cast<int32_t *>(
@@ -103,9 +115,16 @@ static fmsa_sm90_proxy take_proxy(const fmsa_problem *problem, void *memory, siz
     fmsa_cuda_arena arena = {static_cast<char *>(memory), 0};
     fmsa_sm90_proxy p = {};
     p.student_lse = static_cast<float *>(fmsa_cuda_take(&arena, c->total_q * c->num_proxy_heads, sizeof(float)));
+    const size_t kept = arena.used;
+    p.sums = fmsa_cuda_take(&arena, 0, 1);
     p.dk = static_cast<float *>(fmsa_cuda_take(&arena, dk_sum_bytes(problem), 1));
     p.turns = static_cast<int32_t *>(fmsa_cuda_take(&arena, turn_count(problem), sizeof(int32_t)));
     p.kl = static_cast<double *>(fmsa_cuda_take(&arena, 1, sizeof(double)));
+    if (sums_dq(problem)) {
+        const int64_t bounds = problem->max_key_blocks * c->num_proxy_kv_heads;
+        p.key_bounds = static_cast<uint32_t *>(fmsa_cuda_take(&arena, bounds, sizeof(uint32_t)));
+    }
+    p.sum_bytes = arena.used - kept;
     *bytes = arena.used;
     return p;
 }
@@ -116,42 +135,73 @@ static bool wants_nothing(const fmsa_tensors *t) {
     return t->dq_proxy.data == nullptr && t->dk_proxy.data == nullptr && t->kl == nullptr;
 }
 
-/* Over all places of the group's rows: in dense mode group by group, all in the same memory. */
+/* Whether there is anything to do in a group but to write gradients that are 0. */
+static bool has_places(const fmsa_problem *problem, const fmsa_sm90_proxy_group &group) {
+    return group.row_begin < group.row_end && problem->max_fragment_blocks > 0 && group.places > 0;
+}
+
+static bool is_first(const fmsa_sm90_proxy_group &group) {
+    return group.first_block == 0;
+}
+
+static bool is_last(const fmsa_problem *problem, const fmsa_sm90_proxy_group &group) {
+    return !is_dense(problem) || group.first_block + group.places >= problem->max_fragment_blocks;
+}
+
+/* Over all places of the group's rows: group by group, all in the same memory. */
 static fmsa_status find_student_lse(const fmsa_problem *problem, const fmsa_tensors *t, const fmsa_sm90_proxy &proxy,
                                     fmsa_sm90_proxy_group group, void *memory, int32_t planes, cudaStream_t stream) {
-    const int64_t end = is_dense(problem) ? problem->max_fragment_blocks : group.places;
-    for (group.first_block = 0; group.first_block < end; group.first_block += group.places) {
+    for (; group.first_block < problem->max_fragment_blocks; group.first_block += group.places) {
         const group_memory g = take_group(problem, proxy, group, memory, planes, false);
         FMSA_TRY(find_shares(g.work, stream));
-        FMSA_TRY(student_lse(problem, t, g.work, group.first_block == 0, stream));
+        FMSA_TRY(student_lse(problem, t, g.work, is_first(group), false, stream));
     }
     return FMSA_OK;
 }
 
+/* What does not need the teacher, but the student's LSE of a chunk that is one group: see run_group(). */
+static fmsa_status prepare_group(const fmsa_problem *problem, const fmsa_tensors *t, const fmsa_sm90_proxy &proxy,
+                                 const fmsa_sm90_proxy_group &group, void *memory, int32_t planes,
+                                 cudaStream_t stream) {
+    if (wants_nothing(t) || !has_places(problem, group)) return FMSA_OK;
+    if (is_first(group) && !is_last(problem, group))
+        FMSA_TRY(find_student_lse(problem, t, proxy, group, memory, planes, stream));
+    const group_memory g = take_group(problem, proxy, group, memory, planes, false);
+    FMSA_TRY(find_shares(g.work, stream));
+    if (g.work.dq_sums == nullptr || t->dq_proxy.data == nullptr) return FMSA_OK;
+    return clear(g.work.dq_sums, sum_count(problem, g.work) * sizeof(uint16_t), stream);
+}
+
+/* close: whether the student's LSE, which does not need the teacher, may start while the maker of the teacher ends: it
+ * fills the multiprocessors that this one leaves. */
 static fmsa_status run_group(const fmsa_problem *problem, const fmsa_tensors *t, const fmsa_sm90_proxy &proxy,
-                             const fmsa_sm90_proxy_group &group, void *memory, int32_t planes, bool computed,
+                             const fmsa_sm90_proxy_group &group, void *memory, int32_t planes, bool close,
                              cudaStream_t stream) {
     if (wants_nothing(t) || group.row_begin == group.row_end) return FMSA_OK;
-    const bool first = group.first_block == 0;
-    const bool last = !is_dense(problem) || group.first_block + group.places >= problem->max_fragment_blocks;
+    const bool first = is_first(group), last = is_last(problem, group);
     const group_memory g = take_group(problem, proxy, group, memory, planes, false);
-    if (problem->max_fragment_blocks > 0 && group.places > 0) {
-        if (computed) {
-            const group_memory made = take_group(problem, proxy, group, memory, planes, true);
-            FMSA_TRY(find_shares(made.work, stream));
-            FMSA_TRY(make_teacher(problem, t, made.work, stream));
-        }
-        if (first) FMSA_TRY(find_student_lse(problem, t, proxy, group, memory, planes, stream));
-        if (!(first && last)) FMSA_TRY(find_shares(g.work, stream));
+    if (has_places(problem, group)) {
+        if (first && last) FMSA_TRY(student_lse(problem, t, g.work, true, close, stream));
         if (planes > 1) {
             const int64_t rows = group.row_end - group.row_begin;
             const int64_t plane_halves = rows * g.work.proxy_heads * group.places * vector_length;
             FMSA_TRY(add_planes(g.work, plane_halves, planes, stream));
         }
         FMSA_TRY(differ_from_teacher(problem, t, proxy, g, stream));
-        if (t->kl != nullptr) FMSA_TRY(add_kl(g, proxy.kl, stream));
     }
     return t->dq_proxy.data == nullptr ? FMSA_OK : add_terms(problem, t, g, first, last, stream);
+}
+
+/* With a teacher made here. */
+static fmsa_status run_alone(const fmsa_problem *problem, const fmsa_tensors *t, const fmsa_sm90_proxy &proxy,
+                             const fmsa_sm90_proxy_group &group, void *memory, cudaStream_t stream) {
+    if (has_places(problem, group)) {
+        const group_memory g = take_group(problem, proxy, group, memory, 1, true);
+        FMSA_TRY(find_shares(g.work, stream));
+        FMSA_TRY(make_teacher(problem, t, g.work, stream));
+    }
+    FMSA_TRY(prepare_group(problem, t, proxy, group, memory, 1, stream));
+    return run_group(problem, t, proxy, group, memory, 1, false, stream);
 }
 
 /* ---- The operation: chunks and groups ---- */
@@ -197,7 +247,7 @@ static fmsa_status run_loss(const fmsa_problem *problem, const fmsa_tensors *t, 
     for (int64_t begin = 0; begin < c->total_q; begin += plan.rows) {
         fmsa_sm90_proxy_group group = {begin, min_of(begin + plan.rows, c->total_q), 0, plan.places};
         do {
-            FMSA_TRY(run_group(problem, t, proxy, group, memory, 1, true, stream));
+            FMSA_TRY(run_alone(problem, t, proxy, group, memory, stream));
             group.first_block += plan.places > 0 ? plan.places : 1;
         } while (group.first_block < blocks);
     }
@@ -242,9 +292,9 @@ fmsa_status fmsa_sm90_proxy_begin(const fmsa_problem *problem, const fmsa_tensor
     if (wants_nothing(tensors)) return FMSA_OK;
     proxy->geometry = *geometry;
     if (schedule != nullptr) proxy->schedule = *schedule;
-    if (proxy->dk != nullptr) FMSA_TRY(clear(proxy->dk, dk_sum_bytes(problem), stream));
-    FMSA_TRY(clear(proxy->turns, turn_count(problem) * sizeof(int32_t), stream));
-    return clear(proxy->kl, sizeof(double), stream);
+    FMSA_TRY(clear(proxy->sums, proxy->sum_bytes, stream));
+    if (proxy->key_bounds == nullptr || tensors->dq_proxy.data == nullptr) return FMSA_OK;
+    return find_key_bounds(problem, tensors, *geometry, proxy->key_bounds, stream);
 }
 
 fmsa_sm90_teacher fmsa_sm90_proxy_teacher(const fmsa_problem *problem, const fmsa_sm90_proxy *proxy,
@@ -255,10 +305,16 @@ fmsa_sm90_teacher fmsa_sm90_proxy_teacher(const fmsa_problem *problem, const fms
     return {w.vectors, plane_halves, w.row_begin, rows, w.first_block, w.places};
 }
 
+fmsa_status fmsa_sm90_proxy_prepare(const fmsa_problem *problem, const fmsa_tensors *tensors,
+                                    const fmsa_sm90_proxy *proxy, const fmsa_sm90_proxy_group *group,
+                                    void *group_memory, int32_t planes, cudaStream_t stream) {
+    return prepare_group(problem, tensors, *proxy, *group, group_memory, planes, stream);
+}
+
 fmsa_status fmsa_sm90_proxy_from_teacher(const fmsa_problem *problem, const fmsa_tensors *tensors,
                                          const fmsa_sm90_proxy *proxy, const fmsa_sm90_proxy_group *group,
                                          void *group_memory, int32_t planes, cudaStream_t stream) {
-    return run_group(problem, tensors, *proxy, *group, group_memory, planes, false, stream);
+    return run_group(problem, tensors, *proxy, *group, group_memory, planes, true, stream);
 }
 
 fmsa_status fmsa_sm90_proxy_finish(const fmsa_problem *problem, const fmsa_tensors *tensors,
@@ -277,7 +333,8 @@ fmsa_status fmsa_sm90_proxy_finish(const fmsa_problem *problem, const fmsa_tenso
         r.dtype = c->flags & FMSA_FLAG_FP32_KV_GRADS ? FMSA_DTYPE_FP32 : c->dtype;
         FMSA_TRY(round_sums(r, stream));
     }
-    return tensors->kl == nullptr ? FMSA_OK : write_kl(problem, proxy->kl, tensors->kl, stream);
+    const bool no_pairs = c->total_q == 0 || problem->max_fragment_blocks == 0; /* so nothing has written it */
+    return tensors->kl != nullptr && no_pairs ? clear(tensors->kl, sizeof(float), stream) : FMSA_OK;
 }
 
 bool fmsa_sm90_takes_proxy_loss(const fmsa_problem *problem) {

@@ -6,9 +6,11 @@
  * of one list come in the order of its rows. Persistent thread blocks take them by ticket, in that order: one may wait
  * for those before it. A share is walked in tiles of 64 tokens.
  *
- * Memory of a group: for each (proxy head, row, place) a vector of 128 16-bit numbers and one fp32 number. The number
- * is the place's part of the student's LSE, later the scale of the vector; the vector is the teacher's row, later a
- * term of dq_proxy: the kernel that reads the one writes the other. */
+ * Memory of a group: for each (proxy head, row, place) a vector of 128 16-bit numbers, which is the teacher's row, and
+ * one fp32 number, the place's part of the student's LSE. dq_proxy is summed in one of two ways. In fp16: each (proxy
+ * head, row) has a vector of sums for every 64 places, which tiles add to in any order, under a scale that bounds them.
+ * Or by terms, one a place: the kernel that reads a vector writes the term in its place, and its scale in the number's,
+ * and the terms are added up in their order. */
 #ifndef FMSA_CUDA_SM90_PROXY_CUH
 #define FMSA_CUDA_SM90_PROXY_CUH
 
@@ -21,6 +23,8 @@ namespace fmsa::proxy {
 
 constexpr int tile_tokens = 64, block_keys = FMSA_SM90_TEACHER_KEYS, vector_length = FMSA_SM90_TEACHER_KEYS;
 constexpr int producer_threads = 128, batch_tokens = 512, token_places = 8;
+/* Of so many neighbouring places terms of dq_proxy may be summed in fp16: it errs by 1.2e-3 of 64 random ones. */
+constexpr int term_places = 64;
 constexpr size_t most_block_memory = 227 * 1024; /* shared memory of a thread block */
 
 struct proxy_share {
@@ -45,7 +49,7 @@ __device__ __forceinline__ int32_t first_at_least(const int32_t *values, int32_t
     return low;
 }
 
-enum { STUDENT_TICKET, TEACHER_TICKET, GRADIENT_TICKET, TICKETS };
+enum { STUDENT_TICKET, TEACHER_TICKET, GRADIENT_TICKET, DONE_TICKET, TICKETS };
 
 /* A group (sm90_proxy.h) as the kernels see it. The schedule's arrays are NULL in dense mode. */
 struct proxy_work {
@@ -61,16 +65,33 @@ struct proxy_work {
     proxy_share *shares;
     int32_t *num_shares;
     int32_t *group_shares; /* [segments][proxy heads] */
-    uint32_t *tickets;     /* [TICKETS] one for each kernel that walks the shares; 0 at first */
+    uint32_t *tickets;     /* [TICKETS] one for each kernel that walks the shares, one for those that are done; 0 at
+                              first */
     float *numbers;        /* [proxy heads][rows][places] */
     uint16_t *vectors;     /* the same, of vector_length */
     float *student_lse;    /* [proxy heads][total_q], times log2(e) */
 
+    /* NULL, or dq_proxy's sums: [proxy heads][rows][sum_terms] vectors, fp16, place p in term p / term_places. They are
+     * sums of dS k_proxy times dq_scale() of the document, which bounds them. */
+    uint16_t *dq_sums;
+    int32_t sum_terms;
+    int32_t key_heads, proxy_heads_per_key_head;
+    uint32_t *key_bounds; /* [max_blocks][key heads]: greatest |element of k_proxy| of the document of first block id,
+                             bits of floats that are not negative, so that they compare as integers */
+
     __device__ __forceinline__ bool dense() const {
         return edge_row == nullptr;
     }
-    __device__ __forceinline__ int64_t first_place(int32_t proxy_head, int32_t row) const {
-        return (int64_t(proxy_head) * (row_end - row_begin) + (row - row_begin)) * places;
+    __device__ __forceinline__ int64_t row_number(int32_t proxy_head, int32_t row) const {
+        return int64_t(proxy_head) * (row_end - row_begin) + (row - row_begin);
+    }
+    /* The power of two under which terms of a document's rows are summed. A row's r and its w sum to 1 each, so no sum
+     * of some of its terms exceeds twice the greatest element of k_proxy; scaled it stays below 2^15, half of what fp16
+     * holds. */
+    __device__ __forceinline__ float dq_scale(int32_t first_block, int32_t proxy_head) const {
+        const uint32_t bound = key_bounds[int64_t(first_block) * key_heads + proxy_head / proxy_heads_per_key_head];
+        const int32_t exponent = static_cast<int32_t>(bound >> 23) - 126; /* bound < 2^exponent */
+        return bound == 0 ? 1 : __uint_as_float(static_cast<uint32_t>(min(14 - exponent, 126) + 127) << 23);
     }
     /* How many of a row's places exist: the first so many. */
     __device__ __forceinline__ int32_t places_of(int32_t proxy_head, int32_t row) const {
@@ -87,7 +108,7 @@ struct proxy_work {
 struct token_tile {
     int32_t limit[tile_tokens];        /* last key of the block that the token sees; negative: no token */
     int32_t place[tile_tokens];        /* number of (proxy head, row, place); negative: no token */
-    int32_t row[tile_tokens];          /* negative: no token; such a row is not read */
+    int32_t term[tile_tokens];         /* number of the vector in dq_sums, if there are any */
     float lse[tile_tokens];            /* student's; +inf: no token, or not asked for */
     uint32_t masked[tile_tokens / 32]; /* whether any of 32 tokens does not see all 128 keys */
     uint32_t reserved[2];
@@ -96,7 +117,7 @@ struct token_tile {
 /* A batch of the tokens of a share, for the producer alone: looked up all at once, so that the latency of memory counts
  * once a batch. */
 struct token_batch {
-    int32_t limit[batch_tokens], place[batch_tokens];
+    int32_t limit[batch_tokens], place[batch_tokens], term[batch_tokens];
     int32_t row[batch_tokens]; /* negative: no token; such a row is not read */
     float lse[batch_tokens];
 };
@@ -104,12 +125,16 @@ struct token_batch {
 /* A place in a ring and how often the ring has been passed: a consumer waits for `phase`, a producer for the other. */
 template <int count>
 struct ring_place {
-    int32_t index = 0;
+    int32_t index;
     uint32_t phase = 0;
 
-    __device__ __forceinline__ void advance() {
-        if (++index == count) {
-            index = 0;
+    __device__ __forceinline__ explicit ring_place(int32_t first = 0) : index(first) {
+    }
+    /* step: at most count */
+    __device__ __forceinline__ void advance(int32_t step = 1) {
+        index += step;
+        if (index >= count) {
+            index -= count;
             phase ^= 1;
         }
     }
@@ -237,7 +262,9 @@ __device__ __forceinline__ void find_tokens(const proxy_work &w, const proxy_sha
         const bool there = limit >= 0;
         batch.limit[i] = limit;
         batch.row[i] = there ? row[n] : -1;
-        batch.place[i] = there ? int32_t(w.first_place(s.proxy_head, row[n])) + place[n] : -1;
+        const int64_t vector = there ? w.row_number(s.proxy_head, row[n]) : 0;
+        batch.place[i] = there ? int32_t(vector * w.places) + place[n] : -1;
+        batch.term[i] = int32_t(vector) * w.sum_terms + place[n] / term_places;
         batch.lse[i] = there ? lse[n] : INFINITY;
     }
     named_barrier_sync(1, producer_threads);
@@ -249,6 +276,7 @@ __device__ __forceinline__ void keep_tile(const token_batch &tokens, int32_t fir
     const int32_t limit = tokens.limit[from];
     tile.limit[i] = limit;
     tile.place[i] = tokens.place[from];
+    tile.term[i] = tokens.term[from];
     tile.lse[i] = tokens.lse[from];
     const uint32_t masked = __any_sync(0xffffffffu, limit < block_keys - 1);
     if (i % 32 == 0) tile.masked[i / 32] = masked;
@@ -261,6 +289,7 @@ struct share_data {
     int32_t proxy_head, block;
     int32_t number;      /* of the share */
     int32_t before, end; /* tokens of the block's list before the share, and up to its end */
+    float dq_scale;      /* where there are dq_sums */
 };
 
 __device__ __forceinline__ void describe_share(const proxy_work &w, const proxy_share &s, const block_place &block,
@@ -275,6 +304,7 @@ __device__ __forceinline__ void describe_share(const proxy_work &w, const proxy_
         w.dense() ? int64_t(w.geometry.block_q_begin[s.block]) : w.list_begin[s.proxy_head * w.max_blocks + s.block];
     data.before = static_cast<int32_t>(s.begin - list);
     data.end = data.before + s.count;
+    if (w.dq_sums != nullptr) data.dq_scale = w.dq_scale(s.block - block.position / block_keys, s.proxy_head);
 }
 
 /* ---- Products. ---- */
@@ -316,9 +346,10 @@ group_memory take_group(const fmsa_problem *problem, const fmsa_sm90_proxy &prox
 /* Finds the shares of the group and sets the tickets to 0. */
 fmsa_status find_shares(const proxy_work &w, cudaStream_t stream);
 
-/* The LSE of the rows over the places of the group, whose shares have been found. first: nothing was there before. */
+/* The LSE of the rows over the places of the group, whose shares have been found. first: nothing was there before.
+ * close: whether the large kernel may start while the one before it ends. */
 fmsa_status student_lse(const fmsa_problem *problem, const fmsa_tensors *tensors, const proxy_work &w, bool first,
-                        cudaStream_t stream);
+                        bool close, cudaStream_t stream);
 
 /* Adds the planes of the teacher to the first. */
 fmsa_status add_planes(const proxy_work &w, int64_t plane_halves, int32_t planes, cudaStream_t stream);
@@ -327,17 +358,23 @@ fmsa_status add_planes(const proxy_work &w, int64_t plane_halves, int32_t planes
 fmsa_status make_teacher(const fmsa_problem *problem, const fmsa_tensors *tensors, const proxy_work &w,
                          cudaStream_t stream);
 
-/* The terms of dq_proxy, dk_proxy's sums and the shares' KL sums, from the teacher in the group's vectors. */
+/* Whether dq_proxy is summed in fp16: not where the order must not count, nor where the result keeps 11 bits. */
+inline bool sums_dq(const fmsa_problem *problem) {
+    return problem->config.dtype == FMSA_DTYPE_BF16 && !in_order(problem) &&
+           (is_dense(problem) || problem->slots <= term_places);
+}
+
+/* Finds bounds, 0 at first: those of the group's kind of work, see proxy_work. */
+fmsa_status find_key_bounds(const fmsa_problem *problem, const fmsa_tensors *tensors,
+                            const fmsa_cuda_geometry &geometry, uint32_t *bounds, cudaStream_t stream);
+
+/* The terms of dq_proxy, dk_proxy's sums and the KL value so far, from the teacher in the group's vectors. */
 fmsa_status differ_from_teacher(const fmsa_problem *problem, const fmsa_tensors *tensors, const fmsa_sm90_proxy &proxy,
                                 const group_memory &group, cudaStream_t stream);
 
 /* Adds the terms to those of the chunk's groups before; after the last they are dq_proxy. */
 fmsa_status add_terms(const fmsa_problem *problem, const fmsa_tensors *t, const group_memory &group, bool first,
                       bool last, cudaStream_t stream);
-
-/* Adds the shares' sums to *kl, and at the end writes the value. */
-fmsa_status add_kl(const group_memory &group, double *kl, cudaStream_t stream);
-fmsa_status write_kl(const fmsa_problem *problem, const double *sum, void *kl, cudaStream_t stream);
 
 /* dS is multiplied by this before it is rounded: fp16 would lose what is below 2^-24. */
 template <typename T>

@@ -14,6 +14,7 @@
  *     for each chunk, for each group of it:
  *         group = {row_begin, row_end, first_block, places}
  *         fmsa_sm90_teacher t = fmsa_sm90_proxy_teacher(problem, &p, &group, chunk_memory, planes); // ..._group_bytes
+ *         FMSA_TRY(fmsa_sm90_proxy_prepare(problem, tensors, &p, &group, chunk_memory, planes, stream));
  *         the main backward over the group writes w to t.w
  *         FMSA_TRY(fmsa_sm90_proxy_from_teacher(problem, tensors, &p, &group, chunk_memory, planes, stream));
  *     FMSA_TRY(fmsa_sm90_proxy_finish(problem, tensors, &p, stream));
@@ -69,9 +70,12 @@ typedef struct fmsa_sm90_proxy {
     fmsa_cuda_geometry geometry;
     fmsa_cuda_schedule schedule; /* not used in dense mode */
     float *student_lse;          /* [Hp][Tq], times log2(e) */
-    float *dk;                   /* [Tk][heads][Dp] sums; NULL if dk_proxy is not wanted */
-    int32_t *turns;              /* [Hp][max_key_blocks] in deterministic mode */
-    double *kl;                  /* [1] sum so far */
+    void *sums;                  /* all below: 0 at first */
+    size_t sum_bytes;
+    float *dk;            /* [Tk][heads][Dp] sums; NULL if dk_proxy is not wanted */
+    int32_t *turns;       /* [Hp][max_key_blocks] in deterministic mode */
+    uint32_t *key_bounds; /* [max_key_blocks][Hpk] where dq_proxy is summed in fp16, see sm90_proxy.cuh */
+    double *kl;           /* [1] sum so far */
 } fmsa_sm90_proxy;
 
 /* Whether these kernels take the problem: 16-bit types, block_size 128. */
@@ -82,8 +86,8 @@ size_t fmsa_sm90_proxy_bytes(const fmsa_problem *problem);
 fmsa_sm90_proxy fmsa_sm90_proxy_at(const fmsa_problem *problem, const fmsa_tensors *tensors, void *memory);
 
 /* Bytes of a group's memory, from the number of its rows and places: about 264 * Hp bytes a (row, place), the teacher's
- * 256 of them `planes` times. Overwritten by from_teacher (each teacher row becomes a term of dq_proxy), and in dense
- * mode also kept from one group of a chunk to the next: the groups of a chunk have the same rows, places and memory. */
+ * 256 of them `planes` times, and 256 * Hp a row for every 64 places. Overwritten by from_teacher, and in dense mode
+ * also kept from one group of a chunk to the next: the groups of a chunk have the same rows, places and memory. */
 size_t fmsa_sm90_proxy_group_bytes(const fmsa_problem *problem, int64_t rows, int32_t places, int32_t planes);
 
 /* Clears sums. schedule is NULL in dense mode. */
@@ -94,7 +98,14 @@ fmsa_status fmsa_sm90_proxy_begin(const fmsa_problem *problem, const fmsa_tensor
 fmsa_sm90_teacher fmsa_sm90_proxy_teacher(const fmsa_problem *problem, const fmsa_sm90_proxy *proxy,
                                           const fmsa_sm90_proxy_group *group, void *group_memory, int32_t planes);
 
-/* The student's LSE (with the chunk's first group, for all its places), then the group's share of everything. */
+/* Before the main backward over the group: what does not need the teacher, but the student's LSE of a chunk that is one
+ * group. */
+fmsa_status fmsa_sm90_proxy_prepare(const fmsa_problem *problem, const fmsa_tensors *tensors,
+                                    const fmsa_sm90_proxy *proxy, const fmsa_sm90_proxy_group *group,
+                                    void *group_memory, int32_t planes, cudaStream_t stream);
+
+/* The group's share of everything. Its first kernel may start early: the kernel before it on the stream is the main
+ * backward or does not allow it. */
 fmsa_status fmsa_sm90_proxy_from_teacher(const fmsa_problem *problem, const fmsa_tensors *tensors,
                                          const fmsa_sm90_proxy *proxy, const fmsa_sm90_proxy_group *group,
                                          void *group_memory, int32_t planes, cudaStream_t stream);

@@ -2,25 +2,29 @@
  * log r), dk_proxy += dS^T q_proxy, dq_proxy = dS k_proxy.
  *
  * Key-outer, persistent, one block of four warpgroups a multiprocessor; a tile is 64 tokens (N) x the block's 128 keys.
- * Warpgroup 0 produces: shares by ticket; key rows, token rows and teacher rows by cp.async. Warpgroups 1 and 2 take 64
- * keys (M) each: S^T by wgmma m64n64, dS in registers and as [token][key] to shared memory. Warpgroup 3 multiplies:
- * dq_proxy = dS k_proxy by m64nDp, and beside its epilogue dk_proxy += dS^T q_proxy by two m64nDp. Of dq_proxy it
- * leaves a term for each (row, place) in 16 bits with a scale of its own power of two, in the place of the teacher row.
- * So a term is 11 bits of its largest element, no sum is made in an order that could change, and no memory is added to
- * at random; dk_proxy is added in fp32, once a share.
+ * Warpgroup 0 produces: shares by ticket; key rows, token rows and teacher rows by cp.async. Warpgroups 1 and 2 take
+ * turns at the tiles: twice 64 keys (M) of S^T by wgmma m64n64, dS in registers and as [token][key] to shared memory;
+ * one's products run beside the other's exponentials. Warpgroup 3 multiplies: dq_proxy = dS k_proxy by m64nDp, and
+ * beside its epilogue dk_proxy += dS^T q_proxy by two m64nDp. dq_proxy is added to fp16 sums (see
+ * proxy_work::dq_scale). Where the order must not count, or the result has more bits, it is left as a term for each
+ * (row, place) in 16 bits with a scale of its own power of two, in the place of the teacher row: 11 bits of its largest
+ * element. dk_proxy is added in fp32, once a share. The thread block that is done last adds up the KL value.
  *
- * Barriers: full[stage] from the producer's 128 copies and 64 token writers to warpgroups 1 and 2, empty[stage] back
- * from all 12 warps; teacher_full and teacher_empty the same for teacher rows, with the 8 warps that read them;
- * ds_full[i] from these 8 to warpgroup 3, ds_empty[i] back from its 4; key_full and key_empty for a share's keys, with
- * all 12. The tokens' data has eight places: no more than four tiles are under way. Registers: producer 72, warpgroups
- * 1 and 2 104 (S 32, dS 16), warpgroup 3 232 (dk_proxy 128, dq_proxy 64). Shared memory (Dp = 128): keys 64 KB, four
- * stages of 64 rows 64 KB, three of teacher rows 48 KB, dS 32 KB, tokens 16 KB. A teacher row's 16-byte chunks are
- * permuted, so that four lanes with two tokens each meet different banks. Floor: 6 * 128 * Dp FLOPs a (row, place):
- * 1,536 clocks a tile at Dp = 128; its operands pass shared memory in about 1,900; 512 B of memory. */
+ * Barriers: full[stage] from the producer's 128 copies and 64 token writers to warpgroups 1 and 2 (and through them to
+ * 3), empty[stage] back from the 8 warps that use the tile; teacher_full and teacher_empty the same for teacher rows,
+ * with the 4 warps that read them; ds_full[i] from the 4 warps of warpgroup 1 + i to warpgroup 3, ds_empty[i] back from
+ * its 4; key_full and key_empty for a share's keys, with all 12. The tokens' data has eight places: no more than four
+ * tiles are under way. Registers: producer 72, warpgroups 1 and 2 104 (S 32, dS 16), warpgroup 3 232 (dk_proxy 128,
+ * dq_proxy 64). Shared memory (Dp = 128): keys 64 KB, four stages of 64 rows 64 KB, three of teacher rows 48 KB, dS 32
+ * KB, tokens 18 KB. A teacher row's 16-byte chunks are permuted, so that four lanes with two tokens each meet different
+ * banks. Floor: 6 * 128 * Dp FLOPs a (row, place): 1,536 clocks a tile at Dp = 128; its operands pass shared memory in
+ * about 1,900; 256 B of memory a (row, place), 512 with terms. Measured on an H200, 64/4/4/1 heads, 32,768 tokens, k =
+ * 16: 3,800 clocks a tile, 0.53 ms. */
 #include "sm90_proxy.cuh"
 
 namespace fmsa::proxy {
 
+constexpr int difference_warps = 8, difference_threads = 32 * difference_warps;
 constexpr int gradient_threads = 512, gradient_stages = 4, teacher_stages = 3, ds_buffers = 2, key_buffers = 2;
 
 template <typename T>
@@ -31,6 +35,9 @@ struct gradient_parameters {
     float scale_log2; /* proxy_scale * log2(e) */
     bool wants_dq;
     float *kl; /* NULL, or [shares][kl_sums_a_share] */
+    double *kl_sum;
+    float *kl_value; /* of all groups so far: *kl_sum * kl_factor */
+    double kl_factor;
     float *dk; /* NULL, or [Tk][dk_heads][Dp] sums, in the order of work.cuh */
     int32_t dk_heads;
     int32_t *turns; /* NULL, or [proxy heads][blocks]: tokens of the list that have been added */
@@ -48,7 +55,8 @@ struct gradient_memory {
     uint64_t full[gradient_stages], empty[gradient_stages], ds_full[ds_buffers], ds_empty[ds_buffers];
     uint64_t teacher_full[teacher_stages], teacher_empty[teacher_stages];
     uint64_t key_full[key_buffers], key_empty[key_buffers];
-    int32_t next_share;
+    int32_t next_share, blocks_done;
+    double warp_sum[difference_warps];
 };
 static_assert(sizeof(gradient_memory<128>) <= most_block_memory, "a block has no more");
 
@@ -172,26 +180,29 @@ __device__ __forceinline__ void differ(uint32_t (&ds)[16], float &kl, const floa
     kl += terms[0] + terms[1];
 }
 
+/* One of the two warpgroups: every other tile, all its keys. */
 template <typename T, int D>
 struct difference_maker {
     const gradient_parameters<T> &a;
     gradient_memory<D> &m;
     const int lane, warp, warpgroup;
-    const own_place own;
     float kl;
     ring_place<gradient_stages> stage;
     ring_place<teacher_stages> teacher;
-    ring_place<ds_buffers> ds_buffer;
-    uint32_t tile;
+    uint32_t tile;      /* the next */
+    uint32_t ds_parity; /* of the warpgroup's own buffer */
 
     __device__ __forceinline__ difference_maker(const gradient_parameters<T> &a, gradient_memory<D> &m)
         : a(a), m(m), lane(threadIdx.x & 31), warp(threadIdx.x % 128 / 32), warpgroup(threadIdx.x / 128 - 1),
-          own{64 * warpgroup + 16 * warp + lane / 4, 2 * (lane & 3)}, tile(0) {
+          stage(warpgroup), teacher(warpgroup), tile(warpgroup), ds_parity(1) {
     }
 
-    __device__ __forceinline__ void make_ds(uint32_t (&ds)[16], const float (&s)[32]) {
+    /* dS of a half's keys, to shared memory. */
+    __device__ __forceinline__ void make_ds(const float (&s)[32], int half) {
         const token_tile &tokens = m.tokens[tile % token_places];
         const char *const rows = m.teacher[teacher.index];
+        const own_place own = {64 * half + 16 * warp + lane / 4, 2 * (lane & 3)};
+        uint32_t ds[16];
         if ((tokens.masked[0] | tokens.masked[1]) != 0) {
             differ<true, true, T>(ds, kl, s, tokens, rows, own, a.scale_log2);
         } else if (a.kl != nullptr) {
@@ -199,42 +210,43 @@ struct difference_maker {
         } else {
             differ<false, false, T>(ds, kl, s, tokens, rows, own, a.scale_log2);
         }
-    }
-
-    __device__ __forceinline__ void store_ds(const uint32_t (&ds)[16]) {
         /* stmatrix: a lane gives the row of 8 keys of token lane % 8 + 8 * (lane / 16), from key 8 * (lane / 8 % 2) on.
          */
-        const uint32_t target = shared_address(m.ds[ds_buffer.index]) + warpgroup * (tile_tokens * 128) +
+        const uint32_t target = shared_address(m.ds[warpgroup]) + half * (tile_tokens * 128) +
                                 chunk_offset<tile_tokens>(lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2);
-        barrier_wait(shared_address(&m.ds_empty[ds_buffer.index]), ds_buffer.phase ^ 1);
 #pragma unroll
         for (int i = 0; i < tile_tokens / 16; i++)
             stmatrix_x4_trans(target + i * (16 * 128), ds[4 * i], ds[4 * i + 1], ds[4 * i + 2], ds[4 * i + 3]);
-        fence_async_proxy();
-        __syncwarp();
-        if (lane == 0) barrier_arrive(shared_address(&m.ds_full[ds_buffer.index]));
-        ds_buffer.advance();
     }
 
-    /* keys: operand, the warpgroup's 64. */
+    /* keys: operand, all 128. What this warpgroup multiplies runs beside the other's exponentials. */
     __device__ __forceinline__ void make_tile(uint64_t keys) {
-        float s[32];
         barrier_wait(shared_address(&m.full[stage.index]), stage.phase);
         fence_async_proxy();
-        multiply_keys_by_rows<D>(s, keys, operand(shared_address(m.rows[stage.index]), 0, 1024), T());
-        barrier_wait(shared_address(&m.teacher_full[teacher.index]), teacher.phase);
-        wgmma_wait<0>();
-        pin(s);
+        const uint64_t rows = operand(shared_address(m.rows[stage.index]), 0, 1024);
+#pragma unroll 1
+        for (int half = 0; half < 2; half++) {
+            float s[32];
+            multiply_keys_by_rows<D>(s, keys + half * (64 * 128 >> 4), rows, T());
+            if (half == 0) {
+                barrier_wait(shared_address(&m.teacher_full[teacher.index]), teacher.phase);
+                barrier_wait(shared_address(&m.ds_empty[warpgroup]), ds_parity);
+            }
+            wgmma_wait<0>();
+            pin(s);
+            make_ds(s, half);
+        }
+        fence_async_proxy();
         __syncwarp();
-        if (lane == 0) barrier_arrive(shared_address(&m.empty[stage.index]));
-        stage.advance();
-        uint32_t ds[16];
-        make_ds(ds, s);
-        __syncwarp();
-        if (lane == 0) barrier_arrive(shared_address(&m.teacher_empty[teacher.index]));
-        teacher.advance();
-        store_ds(ds);
-        tile++;
+        if (lane == 0) {
+            barrier_arrive(shared_address(&m.empty[stage.index]));
+            barrier_arrive(shared_address(&m.teacher_empty[teacher.index]));
+            barrier_arrive(shared_address(&m.ds_full[warpgroup]));
+        }
+        stage.advance(2);
+        teacher.advance(2);
+        tile += 2;
+        ds_parity ^= 1;
     }
 
     __device__ __forceinline__ void leave_kl(int32_t share) {
@@ -243,21 +255,50 @@ struct difference_maker {
         if (lane == 0) a.kl[int64_t(share) * kl_sums_a_share + 4 * warpgroup + warp] = kl;
     }
 
+    /* The thread block that is done last adds the sums of all shares, always in the same order. */
+    __device__ __forceinline__ void add_up_kl() {
+        const int thread = threadIdx.x - 128;
+        __threadfence();
+        named_barrier_sync(3, difference_threads);
+        if (thread == 0) m.blocks_done = static_cast<int32_t>(atomicAdd(a.w.tickets + DONE_TICKET, 1u)) + 1;
+        named_barrier_sync(3, difference_threads);
+        if (m.blocks_done != static_cast<int32_t>(gridDim.x)) return;
+        __threadfence();
+        const int64_t count = int64_t(*a.w.num_shares) * kl_sums_a_share;
+        double sum = 0;
+#pragma unroll 8
+        for (int64_t i = thread; i < count; i += difference_threads)
+            sum += __ldcg(a.kl + i);
+        for (int step = 16; step > 0; step /= 2)
+            sum += __shfl_xor_sync(0xffffffffu, sum, step);
+        if (lane == 0) m.warp_sum[thread / 32] = sum;
+        named_barrier_sync(3, difference_threads);
+        if (thread != 0) return;
+        sum = *a.kl_sum;
+        for (int i = 0; i < difference_warps; i++)
+            sum += m.warp_sum[i];
+        *a.kl_sum = sum;
+        *a.kl_value = static_cast<float>(sum * a.kl_factor);
+    }
+
     __device__ __forceinline__ void run() {
         ring_place<key_buffers> buffer;
+        uint32_t end = 0; /* of the share's tiles */
         while (true) {
             barrier_wait(shared_address(&m.key_full[buffer.index]), buffer.phase);
             const int32_t tiles = uniform(m.shares[buffer.index].tiles), share = m.shares[buffer.index].number;
-            if (tiles == 0) return;
+            if (tiles == 0) break;
             fence_async_proxy();
-            const uint64_t keys = operand(shared_address(m.keys[buffer.index]) + warpgroup * (64 * 128), 0, 1024);
+            const uint64_t keys = operand(shared_address(m.keys[buffer.index]), 0, 1024);
             kl = 0;
-            for (int32_t t = 0; t < tiles; t++)
+            end += tiles;
+            while (tile < end)
                 make_tile(keys);
             if (lane == 0) barrier_arrive(shared_address(&m.key_empty[buffer.index]));
             buffer.advance();
             if (a.kl != nullptr) leave_kl(share);
         }
+        if (a.kl != nullptr) add_up_kl();
     }
 };
 
@@ -290,6 +331,24 @@ __device__ __forceinline__ void write_term(const proxy_work &w, int32_t place, i
             pair[i] = pack_pair(two[0] * scale, two[1] * scale, __half());
         }
         target[4 * c] = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+    }
+}
+
+/* The same, added to the sum at `term`. */
+template <int D>
+__device__ __forceinline__ void add_term(const proxy_work &w, int32_t term, float scale, int half,
+                                         const float (&x)[D / 2]) {
+    __half *const target =
+        reinterpret_cast<__half *>(w.dq_sums) + int64_t(term) * vector_length + 8 * (threadIdx.x & 3);
+#pragma unroll
+    for (int c = 0; c < D / 32; c++) {
+        uint32_t pair[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float *two = &x[4 * (4 * c + i) + 2 * half];
+            pair[i] = pack_pair(two[0] * scale, two[1] * scale, __half());
+        }
+        reduce_add_8(target + 32 * c, pair);
     }
 }
 
@@ -364,10 +423,10 @@ struct product_maker {
     }
 
     /* keys: operand, all 128. */
-    __device__ __forceinline__ void multiply_tile(uint64_t keys) {
-        barrier_wait(shared_address(&m.full[stage.index]), stage.phase);
+    __device__ __forceinline__ void multiply_tile(uint64_t keys, float scale) {
+        /* Those who made dS have waited for the rows, and fenced them and dS. A fence here would wait for the terms of
+         * the tile before on their way to memory. */
         barrier_wait(shared_address(&m.ds_full[ds_buffer.index]), ds_buffer.phase);
-        fence_async_proxy();
         const uint32_t ds = shared_address(m.ds[ds_buffer.index]), rows = shared_address(m.rows[stage.index]);
         const token_tile &tokens = m.tokens[tile % token_places];
         const int row = 16 * warp + lane / 4;
@@ -380,7 +439,10 @@ struct product_maker {
         begin_dk(ds, rows);
         wgmma_wait<1>();
         pin(dq);
-        if (a.wants_dq) {
+        if (a.wants_dq && a.w.dq_sums != nullptr) {
+            if (place[0] >= 0) add_term<D>(a.w, tokens.term[row], scale, 0, dq);
+            if (place[1] >= 0) add_term<D>(a.w, tokens.term[row + 8], scale, 1, dq);
+        } else if (a.wants_dq) {
             write_term<D>(a.w, place[0], 0, dq);
             write_term<D>(a.w, place[1], 1, dq);
         }
@@ -443,8 +505,9 @@ struct product_maker {
 #pragma unroll
             for (int i = 0; i < D / 2; i++)
                 dk[0][i] = dk[1][i] = 0;
+            const float scale = m.shares[buffer.index].dq_scale;
             for (int32_t t = 0; t < tiles; t++)
-                multiply_tile(keys);
+                multiply_tile(keys, scale);
             const share_data share = m.shares[buffer.index];
             __syncwarp();
             if (lane == 0) barrier_arrive(shared_address(&m.key_empty[buffer.index]));
@@ -459,17 +522,18 @@ __global__ void __launch_bounds__(gradient_threads, 1)
     gradient_kernel(const __grid_constant__ gradient_parameters<T> a) {
     extern __shared__ __align__(1024) char memory[];
     gradient_memory<D> &m = *reinterpret_cast<gradient_memory<D> *>(memory);
+    allow_next_grid();
     if (threadIdx.x == 0) {
         for (int i = 0; i < gradient_stages; i++) {
             barrier_init(shared_address(&m.full[i]), producer_threads + tile_tokens);
-            barrier_init(shared_address(&m.empty[i]), 12);
+            barrier_init(shared_address(&m.empty[i]), 8);
         }
         for (int i = 0; i < teacher_stages; i++) {
             barrier_init(shared_address(&m.teacher_full[i]), producer_threads);
-            barrier_init(shared_address(&m.teacher_empty[i]), 8);
+            barrier_init(shared_address(&m.teacher_empty[i]), 4);
         }
         for (int i = 0; i < ds_buffers; i++) {
-            barrier_init(shared_address(&m.ds_full[i]), 8);
+            barrier_init(shared_address(&m.ds_full[i]), 4);
             barrier_init(shared_address(&m.ds_empty[i]), 4);
         }
         for (int i = 0; i < key_buffers; i++) {
@@ -478,6 +542,7 @@ __global__ void __launch_bounds__(gradient_threads, 1)
         }
         barrier_init_fence();
     }
+    wait_for_grid_before();
     __syncthreads();
     const int role = uniform(threadIdx.x / 128);
     if (role == 0) {
@@ -494,6 +559,8 @@ __global__ void __launch_bounds__(gradient_threads, 1)
 
 /* ---- Host. ---- */
 
+constexpr double log_2 = 0.69314718055994530942;
+
 template <typename T, int D>
 static fmsa_status launch_gradient(const fmsa_problem *problem, const fmsa_tensors *t, const fmsa_sm90_proxy &proxy,
                                    const group_memory &group, cudaStream_t stream) {
@@ -506,13 +573,16 @@ static fmsa_status launch_gradient(const fmsa_problem *problem, const fmsa_tenso
     p.scale_log2 = static_cast<float>(c->proxy_scale * log2_e);
     p.wants_dq = t->dq_proxy.data != nullptr;
     p.kl = t->kl == nullptr ? nullptr : group.kl_sums;
+    p.kl_sum = proxy.kl;
+    p.kl_value = static_cast<float *>(t->kl);
+    p.kl_factor = kl_factor(problem) * log_2;
     p.dk = proxy.dk;
     p.dk_heads = dk_sum_heads(problem);
     p.turns = in_order(problem) ? proxy.turns : nullptr;
     unsigned blocks;
     FMSA_TRY(multiprocessors(&blocks));
-    return launch("proxy loss", gradient_kernel<T, D>, dim3(blocks), gradient_threads, sizeof(gradient_memory<D>),
-                  stream, p);
+    return launch_close("proxy loss", gradient_kernel<T, D>, dim3(blocks), gradient_threads, sizeof(gradient_memory<D>),
+                        stream, p);
 }
 
 fmsa_status differ_from_teacher(const fmsa_problem *problem, const fmsa_tensors *tensors, const fmsa_sm90_proxy &proxy,

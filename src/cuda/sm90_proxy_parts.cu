@@ -1,5 +1,5 @@
 /* Around the two large kernels of the Hopper proxy loss: the finding of shares, the addition of teacher planes, the
- * terms of dq_proxy added up, the KL value.
+ * terms of dq_proxy added up.
  *
  * Shares: a thread block for each (segment, proxy head) looks at the blocks that the segment's rows can see, twice: it
  * counts, and with the counts of all before it known it writes. Floor of the rest: memory, 256 B a (row, place) once.
@@ -129,6 +129,43 @@ fmsa_status add_planes(const proxy_work &w, int64_t plane_halves, int32_t planes
                   vector_threads, 0, stream, w, plane_halves, planes);
 }
 
+/* ---- Bounds of the keys: a thread block a (key block, key head). ---- */
+
+constexpr int bound_threads = 256;
+
+template <typename T, int D>
+__global__ void __launch_bounds__(bound_threads)
+    key_bounds_kernel(view<const T> k, fmsa_cuda_geometry geometry, uint32_t *bounds) {
+    constexpr int chunks = D / 8;
+    const int32_t block = blockIdx.x, head = blockIdx.y;
+    const int32_t begin = geometry.block_k_begin[block], end = geometry.block_k_end[block];
+    float greatest = 0;
+    for (int32_t i = threadIdx.x; i < (end - begin) * chunks; i += bound_threads) {
+        const uint4 x = *reinterpret_cast<const uint4 *>(k.at(begin + i / chunks, head) + 8 * (i % chunks));
+        const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const float2 two = unpack_pair(pairs[j], T());
+            if (isfinite(two.x)) greatest = fmaxf(greatest, fabsf(two.x));
+            if (isfinite(two.y)) greatest = fmaxf(greatest, fabsf(two.y));
+        }
+    }
+    const uint32_t all = __reduce_max_sync(0xffffffffu, __float_as_uint(greatest));
+    if (threadIdx.x % 32 != 0) return;
+    atomicMax(bounds + int64_t(block - geometry.block_number[block]) * gridDim.y + head, all);
+}
+
+fmsa_status find_key_bounds(const fmsa_problem *problem, const fmsa_tensors *tensors,
+                            const fmsa_cuda_geometry &geometry, uint32_t *bounds, cudaStream_t stream) {
+    const fmsa_config *c = &problem->config;
+    return with_16_bit_type_and_dim(c->dtype, c->proxy_head_dim, [&](auto type, auto dim) {
+        typedef decltype(type) T;
+        const dim3 grid(static_cast<unsigned>(problem->max_key_blocks), c->num_proxy_kv_heads);
+        return launch("proxy key bounds", key_bounds_kernel<T, decltype(dim)::value>, grid, bound_threads, 0, stream,
+                      view<const T>(tensors->k_proxy), geometry, bounds);
+    });
+}
+
 /* ---- dq_proxy: Dp / 8 lanes a (proxy head, row) add its terms in the order of its places. ---- */
 
 struct term_parameters {
@@ -158,6 +195,8 @@ __device__ __forceinline__ void transpose_pairs(uint32_t (&pair)[4]) {
 template <typename T, int D>
 __global__ void __launch_bounds__(vector_threads) add_terms_kernel(const __grid_constant__ term_parameters a) {
     constexpr int lanes = D / 8;
+    allow_next_grid();
+    wait_for_grid_before();
     const proxy_work &w = a.w;
     const int64_t rows = w.row_end - w.row_begin, total = rows * w.proxy_heads;
     const int64_t number = int64_t(blockIdx.x) * (vector_threads / lanes) + threadIdx.x / lanes;
@@ -165,9 +204,14 @@ __global__ void __launch_bounds__(vector_threads) add_terms_kernel(const __grid_
     const int lane = threadIdx.x % lanes;
     const int32_t proxy_head = static_cast<int32_t>(vector / rows);
     const int32_t row = w.row_begin + static_cast<int32_t>(vector % rows);
-    const int32_t count = w.places_of(proxy_head, row);
-    const float *scale = w.numbers + vector * w.places;
-    const uint4 *term = reinterpret_cast<const uint4 *>(w.vectors) + vector * w.places * (vector_length / 8) + lane;
+    const bool summed = w.dq_sums != nullptr;
+    const int32_t places = w.places_of(proxy_head, row);
+    const int32_t count = summed ? (places + term_places - 1) / term_places : places;
+    const int64_t first = vector * (summed ? w.sum_terms : w.places);
+    const float *scale = w.numbers + first;
+    const uint4 *term =
+        reinterpret_cast<const uint4 *>(summed ? w.dq_sums : w.vectors) + first * (vector_length / 8) + lane;
+    const float scale_back = summed ? 1 / w.dq_scale(w.geometry.row_first_block[row], proxy_head) : 0;
     float4 *kept = reinterpret_cast<float4 *>(a.sums) + (vector * lanes + lane) * 2;
     float sum[8] = {};
     if (!a.first) {
@@ -179,7 +223,7 @@ __global__ void __launch_bounds__(vector_threads) add_terms_kernel(const __grid_
     for (int32_t p = 0; p < count; p++) {
         const uint4 x = __ldcs(term + int64_t(p) * (vector_length / 8));
         const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
-        const float factor = scale[p];
+        const float factor = summed ? scale_back : scale[p];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const float2 two = unpack_pair(pairs[i], __half());
@@ -218,49 +262,9 @@ fmsa_status add_terms(const fmsa_problem *problem, const fmsa_tensors *t, const 
     return with_16_bit_type_and_dim(c->dtype, c->proxy_head_dim, [&](auto type, auto dim) {
         constexpr int D = decltype(dim)::value;
         const int64_t lanes = int64_t(p.w.row_end - p.w.row_begin) * p.w.proxy_heads * (D / 8);
-        return launch("terms of dq_proxy", add_terms_kernel<decltype(type), D>,
-                      dim3(fmsa_cuda_grid(lanes, vector_threads)), vector_threads, 0, stream, p);
+        return launch_close("terms of dq_proxy", add_terms_kernel<decltype(type), D>,
+                            dim3(fmsa_cuda_grid(lanes, vector_threads)), vector_threads, 0, stream, p);
     });
-}
-
-/* ---- The KL value: one block, each thread a fixed subset of the shares' sums, then a fixed tree. ---- */
-
-constexpr int kl_threads = 1024;
-
-__device__ __forceinline__ double sum_of_block(double x) {
-    __shared__ double warp_sum[kl_threads / 32];
-    for (int step = 16; step > 0; step /= 2)
-        x += __shfl_xor_sync(0xffffffffu, x, step);
-    if (threadIdx.x % 32 == 0) warp_sum[threadIdx.x / 32] = x;
-    __syncthreads();
-    double sum = 0;
-    for (int i = 0; i < kl_threads / 32; i++)
-        sum += warp_sum[i];
-    return sum;
-}
-
-__global__ void __launch_bounds__(kl_threads) add_kl_kernel(const float *sums, const int32_t *shares, double *kl) {
-    const int64_t count = int64_t(*shares) * kl_sums_a_share;
-    double sum = 0;
-    for (int64_t i = threadIdx.x; i < count; i += kl_threads)
-        sum += sums[i];
-    sum = sum_of_block(sum);
-    if (threadIdx.x == 0) *kl += sum;
-}
-
-__global__ void write_kl_kernel(const double *sum, double factor, float *kl) {
-    *kl = static_cast<float>(*sum * factor);
-}
-
-fmsa_status add_kl(const group_memory &group, double *kl, cudaStream_t stream) {
-    return launch("sum of the KL value", add_kl_kernel, dim3(1), kl_threads, 0, stream, group.kl_sums,
-                  group.work.num_shares, kl);
-}
-
-fmsa_status write_kl(const fmsa_problem *problem, const double *sum, void *kl, cudaStream_t stream) {
-    constexpr double log_2 = 0.69314718055994530942;
-    return launch("KL value", write_kl_kernel, dim3(1), 1, 0, stream, sum, kl_factor(problem) * log_2,
-                  static_cast<float *>(kl));
 }
 
 } // namespace fmsa::proxy

@@ -1,15 +1,17 @@
 /* The student's LSE over the places of a group: log2 of the sum of exp2(log2(e) * proxy_scale * <q_proxy, k_proxy>).
  *
  * Key-outer, persistent, one block of four warpgroups a multiprocessor. Tiles of 64 tokens (M) x 128 keys (N), S = Q
- * K^T by wgmma m64n128, the row's maximum and sum of exponentials from the accumulator; one number for each (row,
- * place). A small kernel then adds up the places of a row, in their order, so the result is the same on every run.
+ * K^T by wgmma m64n128, the row's sum of exponentials from the accumulator (and its maximum where fp32 would not hold
+ * the sum without); one number for each (row, place). A small kernel then adds up the places of a row, in their order,
+ * so the result is the same on every run.
  *
  * Warpgroup 0 produces: it takes shares by ticket, copies the share's keys (two buffers) and the tokens' rows (eight
  * stages of 64) by cp.async; warpgroups 1-3 take the tiles in turn, so that the exponentials of two run beside the
  * product of the third. Barriers: full[stage] from the producer's 128 copies and 64 token writers to the tile's
  * warpgroup, empty[stage] back from its 4 warps; key_full and key_empty the same for a share, with all 12 warps.
  * Registers: 128 a thread; S takes 64. Shared memory (Dp = 128): keys 64 KB, stages 128 KB, tokens 16 KB.
- * Floor: 2 * 128 * Dp FLOPs and 128 exponentials a (row, place): both 1,024 clocks for 128 of them at Dp = 128. */
+ * Floor: 2 * 128 * Dp FLOPs and 128 exponentials a (row, place): both 1,024 clocks for 128 of them at Dp = 128.
+ * Measured on an H200, 64/4/4/1 heads, 32,768 tokens, k = 16: 1,440 clocks a tile, 0.20 ms. */
 #include "sm90_proxy.cuh"
 
 namespace fmsa::proxy {
@@ -90,9 +92,27 @@ __device__ __forceinline__ void mask_scores(float (&s)[64], const int32_t (&limi
     }
 }
 
-/* log2 of the sum of exponentials of rows g and g + 8; both at once, in four sums each, so that nothing waits. */
-__device__ __forceinline__ void log2_sums(float (&result)[2], float (&s)[64], float scale_log2) {
-    float most[8], reference[2];
+/* What a row's numbers i of an accumulator, i / 2 % 2 == half, come to. */
+template <typename F>
+__device__ __forceinline__ float over_row(const float (&x)[8], int half, F f) {
+    return f(f(x[2 * half], x[2 * half + 1]), f(x[2 * half + 4], x[2 * half + 5]));
+}
+
+/* Sums of exponentials of rows g and g + 8 relative to 2^reference; in four sums each, so that nothing waits. */
+__device__ __forceinline__ void sum_exponentials(float (&result)[2], const float (&s)[64], float scale_log2,
+                                                 const float (&reference)[2]) {
+    float sum[8] = {};
+#pragma unroll
+    for (int i = 0; i < 64; i++)
+        sum[i % 8] += exp2_approx(fmaf(s[i], scale_log2, -reference[i / 2 % 2]));
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+        result[half] = quad_sum(over_row(sum, half, [](float x, float y) { return x + y; }));
+}
+
+/* The greatest scores, as powers of two. */
+__device__ __forceinline__ void find_references(float (&reference)[2], const float (&s)[64], float scale_log2) {
+    float most[8];
 #pragma unroll
     for (int i = 0; i < 8; i++)
         most[i] = s[i];
@@ -101,19 +121,25 @@ __device__ __forceinline__ void log2_sums(float (&result)[2], float (&s)[64], fl
         most[i % 8] = fmaxf(most[i % 8], s[i]);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const float greatest =
-            quad_max(fmaxf(fmaxf(most[2 * half], most[2 * half + 1]), fmaxf(most[2 * half + 4], most[2 * half + 5])));
+        const float greatest = quad_max(over_row(most, half, [](float x, float y) { return fmaxf(x, y); }));
         reference[half] = greatest == -INFINITY ? 0 : greatest * scale_log2;
     }
-    float sum[8] = {};
-#pragma unroll
-    for (int i = 0; i < 64; i++)
-        sum[i % 8] += exp2_approx(fmaf(s[i], scale_log2, -reference[i / 2 % 2]));
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const float total = (sum[2 * half] + sum[2 * half + 1]) + (sum[2 * half + 4] + sum[2 * half + 5]);
-        result[half] = reference[half] + log2_approx(quad_sum(total));
+}
+
+/* log2 of the sum of exponentials of rows g and g + 8. Any reference gives the same: 1, unless a sum comes near the
+ * ends of what fp32 holds (or is no number); then all again with the greatest score. */
+__device__ __forceinline__ void log2_sums(float (&result)[2], const float (&s)[64], float scale_log2) {
+    constexpr float most = 1e24f; /* 2^80 */
+    float reference[2] = {0, 0}, sum[2];
+    sum_exponentials(sum, s, scale_log2, reference);
+    const bool good = fminf(sum[0], sum[1]) > 1 / most && fmaxf(sum[0], sum[1]) < most;
+    if (__any_sync(0xffffffffu, !good)) {
+        find_references(reference, s, scale_log2);
+        sum_exponentials(sum, s, scale_log2, reference);
     }
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+        result[half] = reference[half] + log2_approx(sum[half]);
 }
 
 template <typename T, int D>
@@ -172,6 +198,7 @@ template <typename T, int D>
 __global__ void __launch_bounds__(student_threads, 1) student_kernel(const __grid_constant__ student_parameters<T> a) {
     extern __shared__ __align__(1024) char memory[];
     student_memory<D> &m = *reinterpret_cast<student_memory<D> *>(memory);
+    allow_next_grid();
     if (threadIdx.x == 0) {
         for (int i = 0; i < student_stages; i++) {
             barrier_init(shared_address(&m.full[i]), producer_threads + tile_tokens);
@@ -189,6 +216,7 @@ __global__ void __launch_bounds__(student_threads, 1) student_kernel(const __gri
     } else {
         consume<T, D>(a, m);
     }
+    wait_for_grid_before();
 }
 
 /* ---- The places of a row, added up: a thread a (proxy head, row). ---- */
@@ -196,6 +224,8 @@ __global__ void __launch_bounds__(student_threads, 1) student_kernel(const __gri
 constexpr int sum_threads = 256;
 
 __global__ void __launch_bounds__(sum_threads) sum_places(const __grid_constant__ proxy_work w, bool first) {
+    allow_next_grid();
+    wait_for_grid_before();
     const int64_t i = int64_t(blockIdx.x) * sum_threads + threadIdx.x, rows = w.row_end - w.row_begin;
     if (i >= rows * w.proxy_heads) return;
     const int32_t proxy_head = static_cast<int32_t>(i / rows), row = w.row_begin + static_cast<int32_t>(i % rows);
@@ -214,7 +244,7 @@ __global__ void __launch_bounds__(sum_threads) sum_places(const __grid_constant_
 }
 
 template <typename T, int D>
-static fmsa_status launch_student(const fmsa_problem *problem, const fmsa_tensors *t, const proxy_work &w,
+static fmsa_status launch_student(const fmsa_problem *problem, const fmsa_tensors *t, const proxy_work &w, bool close,
                                   cudaStream_t stream) {
     const fmsa_config *c = &problem->config;
     student_parameters<T> p = {};
@@ -225,21 +255,21 @@ static fmsa_status launch_student(const fmsa_problem *problem, const fmsa_tensor
     p.scale_log2 = static_cast<float>(c->proxy_scale * log2_e);
     unsigned blocks;
     FMSA_TRY(multiprocessors(&blocks));
-    return launch("student LSE", student_kernel<T, D>, dim3(blocks), student_threads, sizeof(student_memory<D>), stream,
-                  p);
+    return launch_as(close, "student LSE", student_kernel<T, D>, dim3(blocks), student_threads,
+                     sizeof(student_memory<D>), stream, p);
 }
 
 fmsa_status student_lse(const fmsa_problem *problem, const fmsa_tensors *tensors, const proxy_work &w, bool first,
-                        cudaStream_t stream) {
+                        bool close, cudaStream_t stream) {
     if (w.max_blocks > 0) {
         FMSA_TRY(
             with_16_bit_type_and_dim(problem->config.dtype, problem->config.proxy_head_dim, [&](auto type, auto dim) {
-                return launch_student<decltype(type), decltype(dim)::value>(problem, tensors, w, stream);
+                return launch_student<decltype(type), decltype(dim)::value>(problem, tensors, w, close, stream);
             }));
     }
     const int64_t rows = int64_t(w.row_end - w.row_begin) * w.proxy_heads;
-    return launch("sum of places", sum_places, dim3(fmsa_cuda_grid(rows, sum_threads)), sum_threads, 0, stream, w,
-                  first);
+    return launch_close("sum of places", sum_places, dim3(fmsa_cuda_grid(rows, sum_threads)), sum_threads, 0, stream, w,
+                        first);
 }
 
 } // namespace fmsa::proxy

@@ -110,6 +110,21 @@ def test_infinite_keys_behind_the_end():
         assert torch.equal(call.outputs["dk_proxy"][:200], expected["dk_proxy"][:200])
 
 
+@pytest.mark.parametrize("dense", [False, True])
+def test_keys_of_any_size(dense):
+    """Queries a power of two smaller and keys as much larger, or the other way: dq_proxy follows the keys, also where
+    documents differ."""
+    p = Problem((16, 2, 4, 1), documents([700, 600]), BF16, top_k=3, dense=dense)
+    x = make_inputs(p, seed=44)
+    factor = torch.full((1300, 1, 1), 2.0**-14, device="cuda", dtype=BF16)
+    factor[:700] = 2.0**20
+    scaled = {**x, "q_proxy": x["q_proxy"] / factor, "k_proxy": x["k_proxy"] * factor}
+    for usual, result in zip(both(p, x), both(p, scaled)):
+        for rows in (slice(700), slice(700, 1300)):
+            expected = usual["dq_proxy"][rows].double() * factor[rows].double()
+            assert (result["dq_proxy"][rows].double() - expected).norm() <= 2e-3 * expected.norm()
+
+
 def test_sink():
     """Every token attends to block 0: its list is cut, and its gradient is the sum."""
     p = Problem((16, 2, 4, 1), documents([6000]), BF16, top_k=2, flags=DETERMINISTIC)
