@@ -283,6 +283,7 @@ struct compact_parameters {
     const int32_t *cuts;
     const int32_t *edge_cell;
     int32_t row_begin, row_end, slots;
+    uint32_t cells; /* a unit's */
     int32_t piece_edges;
     edge_piece *pieces;
     remote_edge *remote;
@@ -312,7 +313,9 @@ __global__ void __launch_bounds__(compact_threads) compact(const __grid_constant
 #pragma unroll
         for (int i = 0; i < lane_edges; i++) {
             const bool inside = edge[i].row >= a.row_begin && edge[i].row < a.row_end;
-            edge[i].cell = inside ? cells[int64_t(edge[i].row - a.row_begin) * a.slots + edge[i].cell] : -1;
+            const int32_t cell = inside ? cells[int64_t(edge[i].row - a.row_begin) * a.slots + edge[i].cell] : -1;
+            /* Of a row that no tile has, since fragments changed after the schedule, anything stands there. */
+            edge[i].cell = uint32_t(cell) < a.cells ? cell : -1;
         }
 #pragma unroll
         for (int i = 0; i < lane_edges; i++) {
@@ -405,6 +408,7 @@ fmsa_status split_edges(const launch_parameters &l) {
     c.row_begin = l.row_begin;
     c.row_end = l.row_end;
     c.slots = l.slots;
+    c.cells = l.most_tiles * l.slots * l.shape.tokens;
     c.piece_edges = piece_tiles * l.shape.tokens;
     c.pieces = l.pieces;
     c.remote = l.remote;
