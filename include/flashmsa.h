@@ -125,8 +125,8 @@ typedef struct fmsa_tensor {
  *   - a rank's chunks of a document under context parallelism: fragments with one k_begin, each with its own k_end.
  * A fragment may be empty, and must not have fewer keys than queries. Query ranges ascend and do not overlap; k_begin
  * never decreases; key ranges either start together (and then share their key blocks and add up their gradients) or do
- * not overlap. Rows in no fragment are never read; they get output 0, LSE -inf, block index -1 and gradient 0.
- * The four arrays live where the tensors live, and on CUDA may change between replays of a graph. Arrays that break
+ * not overlap. What rows in no fragment hold does not matter; they get output 0, LSE -inf, block index -1 and gradient
+ * 0. The four arrays live where the tensors live, and on CUDA may change between replays of a graph. Arrays that break
  * these rules are an error on the CPU; on CUDA, where reading them would synchronise, all rows then count as in no
  * fragment (see FMSA_FLAG_CHECK_FRAGMENTS).
  *

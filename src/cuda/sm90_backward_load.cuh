@@ -394,6 +394,7 @@ struct loader {
         } else {
             if (warp() == 1) barrier_arrive_after_copies(q_full);
             if (a.in_fours) {
+                __syncwarp(); /* a lane without a box is not left behind at a barrier */
                 load_fours(tokens, to);
             } else {
                 load_boxes(tokens, to);

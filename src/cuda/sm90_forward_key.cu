@@ -8,7 +8,7 @@
  * query rows of a half each, with one copy a token, or one for 64 columns where heads do not come in groups of eight;
  * two warpgroups consume and take turns at the tensor cores. A consumer's step: issue S = Q K^T of this tile, stage O
  * of the last but one, issue O = P V of the last, hand over the turn, send what is staged, P = exp(S).
- * Softmax needs a reference, not the maximum: bf16 takes 0, and where a row's sum leaves 2^-80 ... 2^80 the maximum;
+ * Softmax needs a reference, not the maximum: bf16 takes 0, and where a row's sum leaves 2^-40 ... 2^40 the maximum;
  * fp16 always takes the maximum.
  * Barriers: a full and an empty one for each stage of keys and values, which share a ring, of each half's Q, and of the
  * ring of pieces; consumers release a stage a warp.
@@ -279,7 +279,7 @@ __device__ __forceinline__ void consume_keys(const key_parameters<T> &a, key_bar
         wgmma_commit();
     };
     const auto soften = [&](result &r) {
-        constexpr float least = 8.27e-25f, most = 1.2e24f; /* 2^-80, 2^80 */
+        constexpr float least = 9.1e-13f, most = 1.1e12f; /* 2^-40, 2^40: leaves room for values up to 2^87 */
         r.reference = {0, 0};
         if constexpr (map_type<T> == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16) {
             r.sum = exponentiate<T>(s, p, a.scale_log2, r.reference);

@@ -167,9 +167,9 @@ static fmsa_status prepare_group(const fmsa_problem *problem, const fmsa_tensors
     if (is_first(group) && !is_last(problem, group))
         FMSA_TRY(find_student_lse(problem, t, proxy, group, memory, planes, stream));
     const group_memory g = take_group(problem, proxy, group, memory, planes, false);
-    FMSA_TRY(find_shares(g.work, stream));
-    if (g.work.dq_sums == nullptr || t->dq_proxy.data == nullptr) return FMSA_OK;
-    return clear(g.work.dq_sums, sum_count(problem, g.work) * sizeof(uint16_t), stream);
+    if (g.work.dq_sums != nullptr && t->dq_proxy.data != nullptr)
+        FMSA_TRY(clear(g.work.dq_sums, sum_count(problem, g.work) * sizeof(uint16_t), stream));
+    return find_shares(g.work, stream);
 }
 
 /* close: whether the student's LSE, which does not need the teacher, may start while the maker of the teacher ends: it

@@ -249,10 +249,13 @@ struct difference_maker {
         ds_parity ^= 1;
     }
 
-    __device__ __forceinline__ void leave_kl(int32_t share) {
+    /* first_tile: of the share, among all of the thread block's. Which warpgroup had the share's even tiles depends on
+     * it, and on what the thread block did before; where their sum goes must not. */
+    __device__ __forceinline__ void leave_kl(int32_t share, uint32_t first_tile) {
         for (int step = 16; step > 0; step /= 2)
             kl += __shfl_xor_sync(0xffffffffu, kl, step);
-        if (lane == 0) a.kl[int64_t(share) * kl_sums_a_share + 4 * warpgroup + warp] = kl;
+        const uint32_t odd = (warpgroup + first_tile) & 1;
+        if (lane == 0) a.kl[int64_t(share) * kl_sums_a_share + 4 * odd + warp] = kl;
     }
 
     /* The thread block that is done last adds the sums of all shares, always in the same order. */
@@ -296,7 +299,7 @@ struct difference_maker {
                 make_tile(keys);
             if (lane == 0) barrier_arrive(shared_address(&m.key_empty[buffer.index]));
             buffer.advance();
-            if (a.kl != nullptr) leave_kl(share);
+            if (a.kl != nullptr) leave_kl(share, end - tiles);
         }
         if (a.kl != nullptr) add_up_kl();
     }

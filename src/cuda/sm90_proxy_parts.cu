@@ -195,7 +195,6 @@ __device__ __forceinline__ void transpose_pairs(uint32_t (&pair)[4]) {
 template <typename T, int D>
 __global__ void __launch_bounds__(vector_threads) add_terms_kernel(const __grid_constant__ term_parameters a) {
     constexpr int lanes = D / 8;
-    allow_next_grid();
     wait_for_grid_before();
     const proxy_work &w = a.w;
     const int64_t rows = w.row_end - w.row_begin, total = rows * w.proxy_heads;
