@@ -129,14 +129,14 @@ static double cancelling_length(const fmsa_case *c, fmsa_quantity quantity) {
     return 0;
 }
 
-/* A backend may make the teacher of probabilities that are rounded to 16 bits, as they enter its products. That shifts
- * a row's divergence by up to u (1 + its value), and each row's by itself. */
+/* A backend may make the teacher of probabilities that are rounded to 16 bits, as they enter its products, and keep it
+ * in 16 bits. Each rounding shifts a row's divergence by up to u (1 + its value), and each row's by itself. */
 static double teacher_rounding(const fmsa_case *c, double kl) {
     const fmsa_config *g = &c->config;
     if (g->dtype != FMSA_DTYPE_BF16 && g->dtype != FMSA_DTYPE_FP16) return 0;
     const double q_rows = fmax((double)g->total_q * g->num_proxy_heads, 1);
     const double divisor = g->kl_count > 0 ? (double)g->kl_count : q_rows;
-    return fmsa_unit_roundoff(g->dtype) * (sqrt(q_rows) / divisor + fabs(kl) / sqrt(q_rows));
+    return 2 * fmsa_unit_roundoff(g->dtype) * (sqrt(q_rows) / divisor + fabs(kl) / sqrt(q_rows));
 }
 
 void fmsa_compare(const fmsa_case *c, const fmsa_reference_outputs *result, const fmsa_reference_outputs *same_type,
