@@ -27,6 +27,8 @@ class Call(NamedTuple):
     kl_metric: torch.Tensor | None
 
 
+_OUT = 5  # where AttentionFunction saves out
+
 NO_FORWARD_MODE = "flashmsa has no forward-mode derivatives (jvp, jacfwd, hessian); use grad, vjp or jacrev"
 
 
@@ -108,10 +110,9 @@ class AttentionFunction(torch.autograd.Function):
         if torch.is_grad_enabled():
             with torch.no_grad():
                 gradients = _backward(ctx, grads[0], grad_kl)
-            for x in gradients:
-                if x is not None:
-                    x.requires_grad_()  # what the saved tensors were made from is not known here
-            return only_once(gradients)
+            # The saved inputs may be copies that know nothing of what they were made from; out, which this node made,
+            # leads to all of them.
+            return only_once(gradients, ctx.saved_tensors[_OUT], *grads)
         return _backward(ctx, grads[0], grad_kl)
 
     @staticmethod

@@ -398,8 +398,13 @@ _MOST_OFFSETS = 1024
 
 def _batch_offsets(batch: int, tokens: int, device: torch.device) -> Tensor:
     """cu_seqlens of a batch of equal lengths: made once for each stream, on which it is then used."""
-    # What a dispatch mode sees made may be fake, and what it did not see made may be refused.
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+    # What a dispatch mode sees made may be fake, and what it did not see made may be refused. What is made under a
+    # transform of torch.func is a wrapper that does not outlive it.
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+    ):
         return torch.arange(batch + 1, dtype=torch.int32, device=device) * tokens
     on_cuda = device.type == "cuda"
     key = (batch, tokens, device, current_stream(device.index) if on_cuda else 0)

@@ -394,7 +394,26 @@ def test_double_backward_is_refused():
         (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
         assert torch.equal(grad, expected)
         with pytest.raises(RuntimeError, match="differentiated only once"):
-            grad.square().sum().backward()
+            grad.square().sum().backward(retain_graph=True)
+        # Nor does the engine, asked for some gradients only, drop the second derivative beside a first one.
+        with pytest.raises(RuntimeError, match="differentiated only once"):
+            torch.autograd.grad(out.sum() + grad.square().sum(), q)
+
+
+def test_double_backward_through_incoming_gradients_and_other_inputs_is_refused():
+    """Wherever a gradient depends on something, asking for that derivative alone is an error; a batch whose tensors the
+    node had to copy is no exception."""
+    x = make_inputs([40, 40])
+    batched = [t.detach().unflatten(0, (2, 40)).transpose(1, 2).contiguous().requires_grad_() for t in x.leaves()]
+    weight = torch.ones((), requires_grad=True)
+    for q, k, call in (
+        (x.q, x.k, lambda: varlen(x, 1)),
+        (batched[2], batched[3], lambda: flashmsa.flash_msa_func(*batched, 64, 0.125, block_size=BLOCK)[0]),
+    ):
+        for other in (q, k, weight):
+            (grad,) = torch.autograd.grad((weight * call()).square().sum(), q, create_graph=True)
+            with pytest.raises(RuntimeError, match="differentiated only once"):
+                torch.autograd.grad(grad.square().sum(), other)
 
 
 def test_strided_offsets_are_refused_at_every_call():
@@ -508,6 +527,36 @@ def test_transforms_of_torch_func(device):
 def assert_all_equal(a, b):
     for x, y in zip(a, b, strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_a_transform_leaves_nothing_behind(device):
+    """A batch whose shape was first seen under torch.func is computed as ever after it."""
+    if not hasattr(torch._C, "_any_requires_grad"):
+        pytest.skip("custom operators of this PyTorch do not work under torch.func")
+    layer = flashmsa.MSAttention(64, num_heads=4, num_kv_heads=2, block_size=BLOCK, top_k=2).to(device)
+    transforms = {
+        83: lambda f, *x: torch.func.grad(f)(*x),
+        84: lambda f, *x: torch.func.vjp(f, *x),
+        85: lambda f, *x: torch.func.vmap(f)(*[t[None] for t in x]),
+        86: lambda f, *x: torch.func.functionalize(f)(*x),
+    }
+    for tokens, transform in transforms.items():
+        leaves = [torch.randn(3, h, tokens, 64, device=device) for h in (2, 1, 4, 2, 2)]
+        hidden = torch.randn(3, tokens + 10, 64, device=device)
+
+        def of_q(q, leaves=leaves):
+            return flashmsa.flash_msa_func(*leaves[:2], q, *leaves[3:], 128, 0.125, block_size=BLOCK)[0].sum()
+
+        def of_hidden(x):
+            return layer(x)[0].sum()
+
+        for f, x in ((of_q, leaves[2]), (of_hidden, hidden)):
+            with contextlib.suppress(RuntimeError):  # what PyTorch's functionalize says of autograd functions
+                transform(f, x)
+            y = x.clone().requires_grad_()
+            f(y).backward()
+            assert torch.equal(torch.func.grad(f)(x), y.grad)
 
 
 def test_transforms_that_do_not_exist_are_refused():
