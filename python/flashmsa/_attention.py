@@ -78,6 +78,9 @@ class AttentionFunction(torch.autograd.Function):
         call: Call,
     ) -> tuple[torch.Tensor, ...]:
         block_indices, cu_seqlens_q, cu_seqlens_k, options, returns_kl, returns_lse, kl_value, kl_metric = call
+        # The library reads memory, which holds the other sign where a tensor is a lazy negation.
+        if q.is_neg() or k.is_neg() or v.is_neg() or q_proxy.is_neg() or k_proxy.is_neg():
+            q_proxy, k_proxy, q, k, v = [x.resolve_neg() for x in (q_proxy, k_proxy, q, k, v)]
         if q.dim() == 4:
             q_proxy, k_proxy, q, k, v = [packable(x) for x in (q_proxy, k_proxy, q, k, v)]
         result = _kernels.attention(
@@ -128,6 +131,8 @@ def _backward(ctx: Any, dout: torch.Tensor | None, grad_kl: torch.Tensor | None)
     wanted, kl_metric = ctx.needs_input_grad, ctx.kl_metric
     if grad_kl is None:
         wanted = (False, False, *wanted[2:])
+    elif grad_kl.is_neg():
+        grad_kl = grad_kl.resolve_neg()
     with_proxy = wanted[0] or wanted[1] or kl_metric is not None
     if dout is not None:
         dout = _kernels.readable_gradient(dout, q) if wanted[2] or wanted[3] or wanted[4] else None

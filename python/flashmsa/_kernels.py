@@ -127,7 +127,10 @@ def check_forward_results(
 
 
 def readable_gradient(dout: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """An incoming gradient in a form that the library reads: expanded and transposed ones are copied."""
+    """An incoming gradient in a form that the library reads: expanded, transposed and lazily negated ones are
+    copied."""
+    if dout.is_neg():
+        dout = dout.resolve_neg()
     if dout.is_contiguous() and dout.data_ptr() % 16 == 0:
         return dout
     size = dout.element_size()

@@ -47,7 +47,7 @@ class Options(NamedTuple):
 class Geometry(NamedTuple):
     """The shapes of a call, and where it runs."""
 
-    batch: tuple[int, int, int] | None  # rows, and the query and key tokens of each; None for packed tensors
+    batch: tuple[int, int] | None  # rows, and the tokens of each; None for packed tensors
     dtype: torch.dtype
     device: torch.device
     heads: int
@@ -62,7 +62,10 @@ class Geometry(NamedTuple):
 
 
 def _check_range(geometry: Geometry, options: Options) -> None:
-    """Refuses integers that fmsa_config cannot hold, which ctypes would cut."""
+    """Refuses options that are no integers, and integers that fmsa_config cannot hold, which ctypes would cut."""
+    for name, number in options._asdict().items():
+        if not name.endswith("scale") and not hasattr(number, "__index__"):
+            raise TypeError(f"{name} is {type(number).__name__}; it must be an integer")
     for value in (geometry, options):
         for name, number in value._asdict().items():
             bits = 64 if name in _WIDE else 32
@@ -219,10 +222,9 @@ class Plan:
             dtype = g.dtype
         if g.batch is None:
             return (tokens, heads, dim), dtype
-        rows, queries, keys = g.batch
         if result == OUT:
-            return (rows, queries, heads * dim), dtype
-        return (rows, keys if result in (DK, DV, DK_PROXY) else queries, heads, dim), dtype
+            return (*g.batch, heads * dim), dtype
+        return (*g.batch, heads, dim), dtype
 
     def config(self, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> bytes:
         """The configuration for the current stream and these fragments."""
@@ -345,7 +347,8 @@ def plan_of(
 
 def _refuse_other_types(values: tuple[object, ...]) -> None:
     for name, value in zip(_NAMES, values, strict=True):
-        if value is not None and not isinstance(value, torch.Tensor):
+        missing = value is None and not name.startswith("cu_seqlens")
+        if not missing and not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} is {type(value).__name__}; it must be a tensor")
 
 
@@ -354,6 +357,17 @@ def _packed_shape(x: torch.Tensor) -> tuple[int, int, int]:
     if x.dim() == 3:
         return x.shape[0], x.shape[1], x.shape[2]
     return x.shape[0] * x.shape[2], x.shape[1], x.shape[3]
+
+
+def check_batch(given: dict[str, torch.Tensor]) -> None:
+    """Refuses tensors [B, H, S, D] whose B and S are not those of q: one set of offsets serves queries and keys."""
+    q = given["q"]
+    for name, x in given.items():
+        if x.dim() != 4 or x.shape[0] != q.shape[0] or x.shape[2] != q.shape[2]:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)} and q {tuple(q.shape)}; all must be [B, H, S, D] with the "
+                "same B and S"
+            )
 
 
 def _check_alike(given: dict[str, torch.Tensor]) -> None:
@@ -368,12 +382,13 @@ def _check_alike(given: dict[str, torch.Tensor]) -> None:
                 f"{name} has shape {tuple(x.shape)}; tensors must be [tokens, heads, dim], or all of them "
                 "[batch, heads, tokens, dim]"
             )
+    if reference.dim() == 4:
+        check_batch(given)
     for name, other in (("q_proxy", "q"), ("k_proxy", "k"), ("v", "k")):
         if name not in given or other not in given:
             continue
         x, y = given[name], given[other]
-        batched = x.dim() == 4
-        if _packed_shape(x)[0] != _packed_shape(y)[0] or (batched and x.shape[0] != y.shape[0]):
+        if _packed_shape(x)[0] != _packed_shape(y)[0]:
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)} and {other} {tuple(y.shape)}; they must have as many tokens"
             )
@@ -417,7 +432,7 @@ def _geometry(
     if q_proxy is not None:
         proxy_heads = _packed_shape(q_proxy)[1]
     return Geometry(
-        batch=(query.shape[0], query.shape[2], key.shape[2]) if query.dim() == 4 else None,
+        batch=(query.shape[0], query.shape[2]) if query.dim() == 4 else None,
         dtype=reference.dtype,
         device=reference.device,
         heads=query_heads,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import _library, ops
 from ._attention import AttentionFunction, Call
-from ._plan import Options, current_stream, plan_of
+from ._plan import Options, check_batch, current_stream, plan_of
 
 
 def flash_msa_varlen_func(
@@ -48,13 +48,14 @@ def flash_msa_varlen_func(
         q_proxy: [Tq, Hp, Dp]; Hp divides Hq, and one of Hp and Hkv divides the other.
         k_proxy: [Tk, Hpk, Dp]; Hpk divides Hp.
         cu_seqlens_q, cu_seqlens_k: int32 offsets [n + 1] in tokens, on the tensors' device; or [2, n] begins and ends.
+            Tokens outside of them get out 0 and count in the divisor of the KL loss.
         max_seqlen_q, max_seqlen_k: no sequence is longer, in tokens; 0 = unknown. Only max_seqlen_k is used: it saves
             scratch on CUDA.
         top_k_blocks: blocks of `block_size` keys that each token keeps for each proxy head; 0 = dense attention over
             every visible key, which warms the proxies up.
         softmax_scale, proxy_scale: factors of the main and the proxy scores; None = D^-1/2 and Dp^-1/2.
         deterministic: bit-identical gradients on every run; also set by torch.use_deterministic_algorithms.
-        block_size: keys in a block, in tokens: 64 or 128 on CUDA.
+        block_size: keys in a block, in tokens: 64 or 128 on CUDA, at least 16 on the CPU.
         local_blocks, init_blocks: how many of the newest and of the first blocks are always kept.
         block_indices: int32 [Hp, Tq, top_k_blocks], a selection to use instead of one by score, -1 for no block.
         select_fp8: score blocks in FP8 where the card has it; near-ties may be decided differently.
@@ -63,8 +64,9 @@ def flash_msa_varlen_func(
             blocks.
         kl_metric: a 0-dim fp32 tensor that receives the KL value: in the forward pass, or without `kl_value` in the
             backward pass, where it costs almost nothing.
-        return_kl: also return the KL loss, a 0-dim fp32 tensor. Its gradient reaches q_proxy and k_proxy alone.
-        return_lse: also return lse [Hq, Tq] in fp32, without gradient.
+        return_kl: also return the KL loss, a 0-dim tensor, fp64 for fp64 inputs, else fp32. Its gradient reaches
+            q_proxy and k_proxy alone.
+        return_lse: also return lse [Hq, Tq] in the type of the KL loss, without gradient.
 
     Returns:
         out [Tq, Hq, D], or a tuple of out, then kl and lse where asked for. out has gradients in q, k and v.
@@ -136,12 +138,13 @@ def flash_msa_func(
             backward pass, where it costs almost nothing.
         kl_value: False: kl_loss is 0 and only carries the gradient, as in Flash-MSA, which saves a pass over the
             selected blocks.
-        block_size: keys in a block, in tokens.
+        block_size: keys in a block, in tokens: 64 or 128 on CUDA, at least 16 on the CPU.
         deterministic: bit-identical gradients on every run; also set by torch.use_deterministic_algorithms.
 
     Returns:
-        attn_out [B, S, Hq * D] with gradients in q, k and v, and kl_loss, a 0-dim fp32 tensor: the mean KL divergence
-        of a token and proxy head, with gradients in q_proxy and k_proxy. Add it to the loss to train the proxies.
+        attn_out [B, S, Hq * D] with gradients in q, k and v, and kl_loss, a 0-dim tensor, fp64 for fp64 inputs, else
+        fp32: the mean KL divergence of a token and proxy head, with gradients in q_proxy and k_proxy. Add it to the
+        loss to train the proxies.
 
     Raises:
         TypeError: a dtype does not fit. ValueError: a shape or value does not. RuntimeError: the device cannot.
@@ -155,6 +158,8 @@ def flash_msa_func(
         >>> out.shape, q.grad.shape
         (torch.Size([1, 64, 128]), torch.Size([1, 4, 64, 32]))
     """
+    check_integer("block_size", block_size)
+    check_integer("top_k", top_k)
     if block_size <= 0:
         raise ValueError(f"block_size is {block_size}; it must be positive")
     if top_k <= 0 or top_k % block_size != 0:
@@ -250,11 +255,16 @@ sparse_attention_warmup = flash_msa_warmup_func
 def _attend(q_proxy: Tensor, k_proxy: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, ...]:
     """out, and kl and lse where the call returns them: by one autograd node in eager PyTorch, by operators wherever
     something traces the call."""
-    if not isinstance(q, Tensor):
-        raise TypeError(f"q is {type(q).__name__}; it must be a tensor")
-    if k is None or v is None or q_proxy is None or k_proxy is None:
-        missing = next(n for n, x in (("k", k), ("v", v), ("q_proxy", q_proxy), ("k_proxy", k_proxy)) if x is None)
-        raise TypeError(f"{missing} is None; it must be a tensor")
+    if not (
+        isinstance(q, Tensor)
+        and isinstance(k, Tensor)
+        and isinstance(v, Tensor)
+        and isinstance(q_proxy, Tensor)
+        and isinstance(k_proxy, Tensor)
+    ):
+        given: dict[str, Any] = {"q": q, "k": k, "v": v, "q_proxy": q_proxy, "k_proxy": k_proxy}
+        name, other = next((name, x) for name, x in given.items() if not isinstance(x, Tensor))
+        raise TypeError(f"{name} is {type(other).__name__}; it must be a tensor")
     metric = call.kl_metric
     if metric is not None and not isinstance(metric, Tensor):
         raise TypeError(f"kl_metric is {type(metric).__name__}; it must be a 0-dim float32 tensor")
@@ -309,6 +319,7 @@ def _attend_by_operators(
     batched = q.dim() == 4
     q_shape = q.shape
     if batched:
+        check_batch({"q_proxy": q_proxy, "k_proxy": k_proxy, "q": q, "k": k, "v": v})
         q_proxy, k_proxy, q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_proxy, k_proxy, q, k, v))
     if o.top_k != 0 and block_indices is None:
         block_indices = ops.select(
@@ -420,7 +431,13 @@ def _batch_offsets(batch: int, tokens: int, device: torch.device) -> Tensor:
     return offsets
 
 
+def check_integer(name: str, value: int) -> None:
+    if not isinstance(value, int) and not hasattr(value, "__index__"):
+        raise TypeError(f"{name} is {type(value).__name__}; it must be an integer")
+
+
 def _blocks(top_k_blocks: int) -> int:
+    check_integer("top_k_blocks", top_k_blocks)
     if top_k_blocks < 0:
         raise ValueError(f"top_k_blocks is {top_k_blocks}; it must be positive, or 0 for dense attention")
     return top_k_blocks

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .functional import _batch_offsets, flash_msa_varlen_func
+from .functional import _batch_offsets, check_integer, flash_msa_varlen_func
 
 if TYPE_CHECKING:
     from .context_parallel import ContextParallel
@@ -42,6 +42,10 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.zeros(dim, device=device, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        """Sets the gain to 1, as after construction: for weights that were made on the meta device."""
+        nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [..., dim] of any floating type; the result has its shape and type."""
@@ -162,8 +166,8 @@ class MSAttention(nn.Module):
             heads. Default ``num_kv_heads``.
         num_proxy_kv_heads: proxy key heads; divides ``num_proxy_heads``.
         proxy_head_dim: channels of a proxy head. Default ``head_dim``.
-        block_size: tokens in a key block; 64 or 128 on CUDA.
-        top_k: blocks that a (token, proxy head) reads.
+        block_size: tokens in a key block; 64 or 128 on CUDA, at least 16 on the CPU.
+        top_k: blocks that a (token, proxy head) reads, at least 1.
         local_blocks: newest blocks always read.
         init_blocks: first blocks always read.
         rotary_dim: channels of a head that the rotary embedding turns, even, at most ``head_dim``; 0 for none.
@@ -174,7 +178,8 @@ class MSAttention(nn.Module):
             it. The attribute ``mode`` may be changed at any time.
 
     Raises:
-        ValueError: head counts that do not divide, ``rotary_dim`` out of range, an unknown ``mode``.
+        ValueError: head counts below 1 or that do not divide, a ``top_k`` below 1, ``rotary_dim`` out of range, an
+            unknown ``mode``.
 
     Example:
         >>> import torch
@@ -208,6 +213,10 @@ class MSAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        for name, number in (("num_heads", num_heads), ("top_k", top_k)):
+            check_integer(name, number)
+            if number < 1:
+                raise ValueError(f"{name} is {number}; it must be positive")
         if head_dim is None and hidden_size % num_heads != 0:
             raise ValueError(f"hidden_size is {hidden_size} and num_heads {num_heads}; give head_dim, or a multiple")
         head_dim = hidden_size // num_heads if head_dim is None else head_dim
@@ -243,6 +252,12 @@ class MSAttention(nn.Module):
             dtype=dtype,
         )
 
+    def reset_parameters(self) -> None:
+        """Draws all weights anew, those of the indexer too, as construction does."""
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, RMSNorm)):
+                module.reset_parameters()
+
     def extra_repr(self) -> str:
         return f"block_size={self.block_size}, top_k={self.top_k}, mode={self.mode!r}"
 
@@ -270,7 +285,7 @@ class MSAttention(nn.Module):
 
         Returns:
             ``(out, kl)``: out has the shape of ``hidden_states``; kl is a 0-dim fp32 tensor, the mean over tokens and
-            proxy heads of the KL divergence in nats. Its gradient reaches the indexer alone.
+            proxy heads of the KL divergence in nats (fp64 for fp64 inputs). Its gradient reaches the indexer alone.
 
         Raises:
             ValueError: a shape that does not fit, or an unknown mode. TypeError: dtypes that do not fit.
@@ -284,6 +299,8 @@ class MSAttention(nn.Module):
             >>> out.shape, kl.shape
             (torch.Size([100, 64]), torch.Size([]))
         """
+        if not isinstance(hidden_states, Tensor):
+            raise TypeError(f"hidden_states is {type(hidden_states).__name__}; it must be a tensor")
         packed = cu_seqlens is not None or context is not None
         if hidden_states.dim() != (2 if packed else 3) or hidden_states.shape[-1] != self.q_proj.in_features:
             expected = "[T, hidden_size] for packed documents" if packed else "[B, S, hidden_size]"

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flashmsa
 import flashmsa.ops  # registers torch.ops.flashmsa.*
+from flashmsa import functional
 
 F64 = torch.float64
 BLOCK = 64
@@ -470,7 +471,7 @@ def test_a_block_size_of_zero_is_refused():
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "q_proxy", "k_proxy"])
-@pytest.mark.parametrize("value", [None, [1.0]])
+@pytest.mark.parametrize("value", [None, [1.0], torch.ones(70, 2, 64).numpy()])
 def test_what_is_no_tensor_is_a_type_error(name, value):
     x = make_inputs([70])
     flashmsa.ops.proxy_loss(
@@ -481,6 +482,99 @@ def test_what_is_no_tensor_is_a_type_error(name, value):
         flashmsa.flash_msa_varlen_func(
             **given, cu_seqlens_q=x.cu, cu_seqlens_k=x.cu, max_seqlen_q=70, max_seqlen_k=70, top_k_blocks=0
         )
+
+
+@pytest.mark.parametrize("name", ["k", "v", "q_proxy", "k_proxy"])
+@pytest.mark.parametrize("change", ["another S", "another B", "another split of B and S", "no batch"])
+def test_tensors_of_another_batch_are_refused(name, change):
+    """By name, in eager calls, where operators are called, and for meta tensors."""
+    tensors = {n: torch.randn(2, h, 32, 64) for n, h in (("q_proxy", 2), ("k_proxy", 1), ("q", 4), ("k", 2), ("v", 2))}
+    changes = {
+        "another S": lambda x: x[:, :, :-1],
+        "another B": lambda x: x[:1],
+        "another split of B and S": lambda x: x.transpose(1, 2).reshape(4, 16, -1, 64).transpose(1, 2),
+        "no batch": lambda x: x.transpose(1, 2).flatten(0, 1),
+    }
+    names = ("k", "v", "k_proxy") if name == "k" else (name,)  # also where the keys agree with each other
+    for each in names:
+        tensors[each] = changes[change](tensors[each])
+    sentence = r"(k|k_proxy|v|q_proxy) has shape .* and q \(2, 4, 32, 64\); all must be|\[batch, heads, tokens, dim\]"
+
+    def sparse(tensors):
+        return flashmsa.flash_msa_func(**tensors, top_k=64, scale=0.125, block_size=BLOCK)[0].sum()
+
+    for call in (
+        lambda: sparse(tensors),
+        lambda: flashmsa.flash_msa_warmup_func(**tensors, top_k=64, scale=0.125),
+        lambda: sparse({n: x.to("meta") for n, x in tensors.items()}),
+        lambda: functional._attend_by_operators(
+            *[tensors[n] for n in ("q_proxy", "k_proxy", "q", "k", "v")],
+            functional.Call(
+                None,
+                torch.tensor([0, 32, 64]).int(),
+                torch.tensor([0, 32, 64]).int(),
+                functional.Options(0),
+                True,
+                False,
+                False,
+                None,
+            ),
+        ),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            call()
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_lazily_negated_tensors_are_read_as_what_they_are(device, batched):
+    """Inputs and incoming gradients with PyTorch's negative bit, by the node and by the operators."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+            return function(*arguments, **(keywords or {}))
+
+    x = make_inputs([60, 60], device=device)
+
+    def results(negate, watch=contextlib.nullcontext):
+        leaves = [t.detach().clone().requires_grad_() for t in x.leaves()]
+        given = [negate(t) for t in leaves]
+        with watch():
+            if batched:
+                rows = [t.unflatten(0, (2, 60)).transpose(1, 2) for t in given]
+                out, kl = flashmsa.flash_msa_func(*rows, 128, 0.125, block_size=BLOCK, deterministic=True)
+            else:
+                out, kl = varlen(Inputs(*given, x.cu), 2, return_kl=True, deterministic=True)
+            ones = torch.ones_like(out), torch.ones_like(kl)
+            torch.autograd.backward([out, kl], [negate(t) for t in ones])
+        return [out, kl, *[t.grad for t in leaves]]
+
+    expected = results(torch.neg)
+    assert_all_equal(results(torch._neg_view), expected)
+    for mine, theirs in zip(results(torch._neg_view, Watch), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["max_seqlen_k", "kl_count", "top_k_blocks", "block_size", "local_blocks"])
+def test_options_that_are_no_integers_are_type_errors(name):
+    x = make_inputs([70])
+    options = {"max_seqlen_k": 70, "top_k_blocks": 1, "block_size": BLOCK}
+    for value in (None, 1.0):
+        with pytest.raises(TypeError, match=f"^{name} is (NoneType|float); it must be an integer"):
+            flashmsa.flash_msa_varlen_func(
+                x.q, x.k, x.v, x.q_proxy, x.k_proxy, x.cu, x.cu, 70, **{**options, name: value}
+            )
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k"])
+def test_offsets_that_are_no_tensors_are_type_errors(name):
+    x = make_inputs([70])
+    for value in (None, [0, 70], x.cu.numpy()):
+        cu = {"cu_seqlens_q": x.cu, "cu_seqlens_k": x.cu, name: value}
+        with pytest.raises(TypeError, match=f"^{name} is"):
+            flashmsa.flash_msa_varlen_func(
+                x.q, x.k, x.v, x.q_proxy, x.k_proxy, **cu, max_seqlen_q=70, max_seqlen_k=70, top_k_blocks=1
+            )
 
 
 def test_metrics_and_documents_that_are_no_tensors_are_type_errors():

@@ -201,6 +201,31 @@ def test_errors_name_the_argument() -> None:
 # ---- MiniMax-M3 ---------------------------------------------------------------------------------------------------
 
 
+def test_what_is_no_tensor_and_what_counts_nothing_is_refused() -> None:
+    layer = make_layer("cpu")
+    for value in (None, torch.zeros(1, 8, HIDDEN).numpy()):
+        with pytest.raises(TypeError, match="^hidden_states is (NoneType|ndarray); it must be a tensor"):
+            layer(value)
+    for heads, top_k, sentence in ((0, 2, "num_heads is 0; it must be positive"), (4, 0, "top_k is 0; it must be")):
+        with pytest.raises(ValueError, match=sentence):
+            MSAttention(HIDDEN, heads, 2, top_k=top_k)
+    with pytest.raises(TypeError, match="top_k is NoneType; it must be an integer"):
+        MSAttention(HIDDEN, 4, 2, top_k=None)  # type: ignore[arg-type]
+
+
+def test_weights_can_be_made_on_the_meta_device() -> None:
+    """reset_parameters() gives them the values of construction: those of one seed, and gains of 1."""
+    torch.manual_seed(3)
+    expected = MSAttention(HIDDEN, 4, 2, block_size=BLOCK, top_k=2)
+    layer = MSAttention(HIDDEN, 4, 2, block_size=BLOCK, top_k=2, device="meta").to_empty(device="cpu")
+    for parameter in layer.parameters():
+        torch.nn.init.constant_(parameter, 9.0)
+    torch.manual_seed(3)
+    layer.reset_parameters()
+    for (name, mine), theirs in zip(layer.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
 def test_weights_of_minimax_m3_fit_and_give_its_attention() -> None:
     """The state_dict of the model's self_attn loads, and output and gradients are those of its eager attention."""
     pytest.importorskip("transformers", minversion="5.17")
