@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import ops
+from ._attention import only_once
 from ._cp_exchange import Route, agree, arrive, depart, told
 
 
@@ -65,7 +66,8 @@ class Attention(torch.autograd.Function):
             )  # fmt: skip
             kl = lse.new_zeros(())
         keys = (k_proxy, k, v) if c.keep_keys else (own_k_proxy, own_k, own_v)
-        ctx.save_for_backward(q_proxy, q, *keys, out, lse, schedule, q_bounds, k_bounds, gather_index)
+        carriers = (k_proxy_carrier, k_carrier, v_carrier)
+        ctx.save_for_backward(q_proxy, q, *keys, out, lse, schedule, q_bounds, k_bounds, gather_index, *carriers)
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(lse)
@@ -76,13 +78,17 @@ class Attention(torch.autograd.Function):
         words = ctx.call.words
         if words and not ctx.call.keep_keys and not torch.compiler.is_compiling():
             agree(words, 0)
-        grads = told(words, lambda: _gradients(ctx, dout, grad_kl), leave_together=True)
+        *saved, k_proxy_carrier, k_carrier, v_carrier = ctx.saved_tensors
+        grads = told(words, lambda: _gradients(ctx, saved, dout, grad_kl), leave_together=True)
+        if not torch.compiler.is_compiling():  # compiled code refuses second derivatives itself
+            q_proxy, q = saved[:2]
+            grads = only_once(grads, q_proxy, q, k_proxy_carrier, k_carrier, v_carrier, dout, grad_kl)
         return (*grads, *([None] * 11))
 
 
-def _gradients(ctx: Any, dout: Tensor | None, grad_kl: Tensor | None) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, saved: list[Any], dout: Tensor | None, grad_kl: Tensor | None) -> tuple[Tensor | None, ...]:
     """Of q_proxy, k_proxy, q, k and v; those of keys are of this rank's rows alone so far."""
-    q_proxy, q, k_proxy, k, v, out, lse, schedule, q_bounds, k_bounds, gather_index = ctx.saved_tensors
+    q_proxy, q, k_proxy, k, v, out, lse, schedule, q_bounds, k_bounds, gather_index = saved
     c: Call = ctx.call
     if c.route is not None and not c.keep_keys:
         pending = [None if x is None else depart(x, c.route) for x in (k_proxy, k, v)]

@@ -259,6 +259,28 @@ def test_dense_attention_without_proxies(ranks):
             torch.testing.assert_close(value, expected[name], atol=1e-5, rtol=1e-4)
 
 
+def second_derivative(group, case: Case, name: str):
+    """What is said when the gradient of one input alone is differentiated."""
+    context = case.context(group, torch.distributed.get_world_size(group))
+    tensors, _, _ = case.inputs()
+    x = {n: context.shard(t) for n, t in tensors.items()}
+    x[name].requires_grad_()
+    out, kl = attention(*[x[n] for n in ("q", "k", "v", "q_proxy", "k_proxy")], context, case.top_k,
+                        block_size=case.block_size, return_kl=True)  # fmt: skip
+    (grad,) = torch.autograd.grad(out.float().sum() + kl, x[name], create_graph=True)
+    with pytest.raises(RuntimeError) as error:
+        grad.square().sum().backward()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("keep_keys", [True, False])
+def test_second_derivatives_are_refused(ranks, name, keep_keys):
+    case = two_documents(ranks, keep_keys=keep_keys)
+    for answer in ranks.all(min(ranks.most, 2), second_derivative, case, name):
+        assert "differentiated only once" in answer
+
+
 def of_layer(group, device: str, lengths: list[int], mode: str):
     from flashmsa.module import MSAttention
 
