@@ -262,6 +262,27 @@ def test_long_against_portable(heads, kind):
     assert difference < 4e-3 and (lse - call.outputs["lse"]).abs().max() < 2e-3
 
 
+@pytest.mark.parametrize("heads", [M3, (4, 2, 2, 1), (8, 8, 8, 1)])
+def test_documents_of_more_blocks_than_the_table_holds(heads):
+    """The split passes over a document's blocks in windows of 1,024 or fewer: neighbours share blocks in each."""
+    lengths, top_k = [1, 128 * 2100 + 77], 12
+    p = Problem(heads, documents(lengths), top_k=top_k)
+    x = make_inputs(p, seed=18)
+    position = torch.arange(lengths[1], device="cuda")
+    newest, group = position // 128, position // 32
+    shared = torch.stack([newest * i // (top_k - 3) for i in range(top_k - 3)], 1)
+    alone = torch.stack([(position * 7919 + 31 * i) % (newest + 1) for i in range(2)], 1)
+    chosen = torch.cat([shared, alone, (group * 104729 % (newest + 1))[:, None]], 1).int()
+    x["block_indices"] = torch.full((heads[2], p.total_q, top_k), -1, dtype=torch.int32, device="cuda")
+    x["block_indices"][:, 0, 0] = 0
+    x["block_indices"][:, 1:] = chosen
+    out, lse, call = forward(p, x)
+    p.flags = PORTABLE
+    call.forward()
+    difference = (out.float() - call.outputs["out"].float()).norm() / out.float().norm()
+    assert difference < 4e-3 and (lse - call.outputs["lse"]).abs().max() < 2e-3
+
+
 @pytest.mark.parametrize("dense", [False, True])
 def test_graph_replayed_with_other_documents(dense):
     p = Problem(M3, documents([600, 424]), top_k=3, dense=dense)
