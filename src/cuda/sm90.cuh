@@ -257,6 +257,13 @@ __device__ __forceinline__ void pin(uint32_t (&x)[n]) {
         asm volatile("" : "+r"(x[i])::"memory");
 }
 
+/* Products of pairs of bf16, rounded. */
+__device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
+    uint32_t product;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
 /* The value of lane 0, which the compiler then knows to be the same in the whole warp. */
 __device__ __forceinline__ int32_t uniform(int32_t x) {
     return __shfl_sync(0xffffffffu, x, 0);
