@@ -375,7 +375,7 @@ static fmsa_status round_key_gradient(const fmsa_problem *problem, const float *
     r.terms = key_sum_heads(problem) / problem->config.num_kv_heads;
     r.factor = static_cast<float>(factor);
     if (problem->config.flags & FMSA_FLAG_FP32_KV_GRADS) r.dtype = FMSA_DTYPE_FP32;
-    return round_sums(r, stream);
+    return round_sums(&r, 1, stream);
 }
 
 template <typename T, int D>
@@ -407,7 +407,7 @@ static fmsa_status run_chunk(const fmsa_problem *problem, const fmsa_tensors *t,
         r.heads_per_count = problem->heads_per_proxy_head;
         r.terms_per_count = gradient_parts(problem);
     }
-    return round_sums(r, stream);
+    return round_sums(&r, 1, stream);
 }
 
 template <typename T, int D>

@@ -123,42 +123,74 @@ fmsa_status cut_shares(const fmsa_problem *problem, const work &w, const int32_t
     return launch("cutting", cut_sparse_kernel, dim3(1), 64, 0, stream, w, num_items, fmsa_cuda_segment_shift(problem));
 }
 
-/* ---- Rounding: a thread takes the four columns that stand together, of the head blockIdx.y. It is bound by memory:
- * each sum is read once. ---- */
+/* ---- Rounding: a thread takes the four columns that stand together, of the head blockIdx.y of what number blockIdx.z
+ * names, in several rows at once. It is bound by memory: each sum is read once. ---- */
 
-constexpr int rounding_threads = 256;
+constexpr int rounding_threads = 256, rounded_at_once = 4;
+
+struct roundings {
+    rounding number[most_roundings];
+};
+
+/* Of r.terms, those in use. */
+__device__ __forceinline__ int terms_of(const rounding &r, int64_t head, int64_t row) {
+    if (r.counts == nullptr) return r.terms;
+    return r.counts[head / r.heads_per_count * r.count_stride + row] * r.terms_per_count;
+}
 
 template <typename T>
-__global__ void __launch_bounds__(rounding_threads) round_kernel(const __grid_constant__ rounding r) {
+__global__ void __launch_bounds__(rounding_threads) round_kernel(const __grid_constant__ roundings all) {
+    const rounding &r = all.number[blockIdx.z];
     const uint32_t quads = r.dim / 4, block_rows = rounding_threads / quads;
     const int64_t head = blockIdx.y;
+    if (head >= r.heads) return;
     const int place = static_cast<int>(threadIdx.x % quads) * 4;
     const float factor = r.device_factor == nullptr ? r.factor : r.factor * *r.device_factor;
     const view<T> out(static_cast<T *>(r.out.data), r.out.row_stride, r.out.head_stride);
-    for (int64_t i = int64_t(blockIdx.x) * block_rows + threadIdx.x / quads; i < r.rows;
-         i += int64_t(gridDim.x) * block_rows) {
-        const int64_t vector = i * r.heads + head, row = r.first_row + i;
-        int terms = r.terms;
-        if (r.counts != nullptr) {
-            terms = r.counts[head / r.heads_per_count * r.count_stride + row] * r.terms_per_count;
+    for (int64_t first = int64_t(blockIdx.x) * block_rows * rounded_at_once + threadIdx.x / quads; first < r.rows;
+         first += int64_t(gridDim.x) * block_rows * rounded_at_once) {
+        const float *sums[rounded_at_once];
+        int terms[rounded_at_once], most = 0;
+#pragma unroll
+        for (int u = 0; u < rounded_at_once; u++) {
+            const int64_t i = first + u * block_rows;
+            sums[u] = r.sums + (i * r.heads + head) * r.terms * r.dim + place;
+            terms[u] = i < r.rows ? terms_of(r, head, r.first_row + i) : 0;
+            most = max(most, terms[u]);
         }
-        const float *sums = r.sums + vector * r.terms * r.dim + place;
-        float4 sum = {0, 0, 0, 0};
-        for (int t = 0; t < terms; t++) {
-            const float4 term = __ldcs(reinterpret_cast<const float4 *>(sums + int64_t(t) * r.dim));
-            sum = {sum.x + term.x, sum.y + term.y, sum.z + term.z, sum.w + term.w};
+        float4 sum[rounded_at_once] = {};
+        for (int t = 0; t < most; t++) {
+#pragma unroll
+            for (int u = 0; u < rounded_at_once; u++) {
+                if (t >= terms[u]) continue;
+                const float4 term = __ldcs(reinterpret_cast<const float4 *>(sums[u] + int64_t(t) * r.dim));
+                sum[u] = {sum[u].x + term.x, sum[u].y + term.y, sum[u].z + term.z, sum[u].w + term.w};
+            }
         }
-        T *target = out.at(row, head) + sum_column(place);
-        store_pair<T>(target, sum.x * factor, sum.y * factor);
-        store_pair<T>(target + 8, sum.z * factor, sum.w * factor);
+#pragma unroll
+        for (int u = 0; u < rounded_at_once; u++) {
+            const int64_t i = first + u * block_rows;
+            if (i >= r.rows) continue;
+            T *target = out.at(r.first_row + i, head) + sum_column(place);
+            store_pair<T>(target, sum[u].x * factor, sum[u].y * factor);
+            store_pair<T>(target + 8, sum[u].z * factor, sum[u].w * factor);
+        }
     }
 }
 
-fmsa_status round_sums(const rounding &r, cudaStream_t stream) {
-    return with_type(r.dtype, [&](auto type) {
-        typedef decltype(type) T;
-        const dim3 grid(fmsa_cuda_grid(r.rows * (r.dim / 4), rounding_threads), static_cast<unsigned>(r.heads));
-        return launch("round_sums", round_kernel<T>, grid, rounding_threads, 0, stream, r);
+fmsa_status round_sums(const rounding *of, int count, cudaStream_t stream) {
+    if (count == 0) return FMSA_OK;
+    roundings all = {};
+    int64_t quads = 0, heads = 0;
+    for (int i = 0; i < count; i++) {
+        const rounding &r = all.number[i] = of[i];
+        if (quads < r.rows * (r.dim / 4)) quads = r.rows * (r.dim / 4);
+        if (heads < r.heads) heads = r.heads;
+    }
+    return with_type(of->dtype, [&](auto type) {
+        const dim3 grid(fmsa_cuda_grid(quads, rounding_threads * rounded_at_once), static_cast<unsigned>(heads),
+                        static_cast<unsigned>(count));
+        return launch("round_sums", round_kernel<decltype(type)>, grid, rounding_threads, 0, stream, all);
     });
 }
 

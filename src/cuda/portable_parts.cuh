@@ -162,7 +162,11 @@ struct rounding {
     fmsa_tensor out;
     fmsa_dtype dtype; /* of out */
 };
-fmsa_status round_sums(const rounding &r, cudaStream_t stream);
+
+constexpr int most_roundings = 3;
+
+/* Up to most_roundings of one type, in one launch. */
+fmsa_status round_sums(const rounding *roundings, int count, cudaStream_t stream);
 
 } // namespace fmsa
 

@@ -473,7 +473,7 @@ static fmsa_status run_chunk(const fmsa_problem *problem, const fmsa_tensors *t,
         r.heads_per_count = 1;
         r.terms_per_count = gradient_parts(problem);
     }
-    return round_sums(r, stream);
+    return round_sums(&r, 1, stream);
 }
 
 static fmsa_status finish(const fmsa_problem *problem, const fmsa_tensors *t, const proxy_scratch &scratch,
@@ -485,7 +485,7 @@ static fmsa_status finish(const fmsa_problem *problem, const fmsa_tensors *t, co
         r.heads = c->num_proxy_kv_heads;
         r.terms = key_sum_heads(problem) / c->num_proxy_kv_heads;
         if (c->flags & FMSA_FLAG_FP32_KV_GRADS) r.dtype = FMSA_DTYPE_FP32;
-        const fmsa_status status = round_sums(r, stream);
+        const fmsa_status status = round_sums(&r, 1, stream);
         if (status != FMSA_OK) return status;
     }
     if (t->kl == nullptr) return FMSA_OK;

@@ -26,12 +26,13 @@ struct scratch {
     fmsa_cuda_geometry geometry; /* dense mode */
     int32_t *item_range, *ticket;
     row_values rows;
+    void *sums; /* the next four: 0 at first; then those that `proxy` begins with */
     key_bounds bounds;
     float *dk, *dv;
     int32_t *key_turns;
-    size_t key_turn_bytes;
-    int32_t *dq_turns; /* dense mode */
+    size_t sum_bytes;
     void *proxy;
+    int32_t *dq_turns; /* dense mode */
     int32_t *counts;
     fmsa_cuda_item *items;
     void *dq, *group;
@@ -75,18 +76,21 @@ static scratch take_scratch(const fmsa_problem *problem, const plan &plan, void 
     s.ticket = static_cast<int32_t *>(take(1, sizeof(int32_t)));
     s.rows.lse = static_cast<float *>(take(values, sizeof(float)));
     s.rows.delta = static_cast<float *>(take(values, sizeof(float)));
+    if (plan.half_sums) s.rows.dq_scale = static_cast<float *>(take(values, sizeof(float)));
+    const size_t before_sums = arena.used;
+    s.sums = take(0, 1);
     if (plan.half_sums) {
-        s.rows.dq_scale = static_cast<float *>(take(values, sizeof(float)));
-        s.bounds.v = static_cast<uint32_t *>(take(bounds, sizeof(uint32_t)));
-        s.bounds.k = static_cast<uint32_t *>(take(bounds, sizeof(uint32_t)));
+        s.bounds.v = static_cast<uint32_t *>(take(2 * bounds, sizeof(uint32_t)));
+        s.bounds.k = s.bounds.v + bounds;
     }
-    s.dk = static_cast<float *>(take(key_sum_count(problem), sizeof(float)));
-    s.dv = static_cast<float *>(take(key_sum_count(problem), sizeof(float)));
+    s.dk = static_cast<float *>(take(2 * key_sum_count(problem), sizeof(float)));
+    s.dv = s.dk + key_sum_count(problem);
     if (in_order(problem)) {
         const int64_t turns = problem->max_key_blocks * problem->units * 2;
         s.key_turns = static_cast<int32_t *>(take(turns, sizeof(int32_t)));
-        s.key_turn_bytes = turns * sizeof(int32_t);
     }
+    s.sum_bytes = arena.used - before_sums;
+    if (plan.with_teacher) s.proxy = take(fmsa_sm90_proxy_bytes(problem), 1);
     if (is_dense(problem)) {
         const dense_group group = make_group(problem, plan, 0, 0);
         s.geometry = fmsa_cuda_geometry_at(problem, take(fmsa_cuda_geometry_bytes(problem), 1));
@@ -96,10 +100,7 @@ static scratch take_scratch(const fmsa_problem *problem, const plan &plan, void 
     s.dq = take(plan.rows, dq_row_bytes(problem, plan));
     if (dq_turns_row_bytes(problem) > 0)
         s.dq_turns = static_cast<int32_t *>(take(plan.rows, dq_turns_row_bytes(problem)));
-    if (plan.with_teacher) {
-        s.proxy = take(fmsa_sm90_proxy_bytes(problem), 1);
-        s.group = take(fmsa_sm90_proxy_group_bytes(problem, plan.rows, plan.places, plan.planes), 1);
-    }
+    if (plan.with_teacher) s.group = take(fmsa_sm90_proxy_group_bytes(problem, plan.rows, plan.places, plan.planes), 1);
     s.bytes = arena.used;
     return s;
 }
@@ -285,7 +286,6 @@ static fmsa_status make_parameters(const fmsa_problem *problem, const fmsa_tenso
 static fmsa_status launch_main(const fmsa_problem *problem, const backward_parameters &p, bool half_sums,
                                cudaStream_t stream) {
     if (problem->config.total_k == 0) return FMSA_OK;
-    FMSA_TRY(clear(p.ticket, sizeof *p.ticket, stream));
     return with_type_and_dim(problem->config.dtype, problem->config.head_dim, [&](auto type, auto dim) {
         typedef decltype(type) T;
         if constexpr (sizeof(T) == 2) {
@@ -306,22 +306,40 @@ struct pass {
     cudaStream_t stream;
 };
 
-/* Lists the work of the chunk's group for the main kernel. */
-static fmsa_status find_items(const pass &pass, const dense_group &group) {
-    const fmsa_problem *problem = pass.problem;
-    if (pass.found.dense) {
-        return list_dense_items(problem, pass.found.geometry, group, pass.scratch.counts, pass.scratch.items,
-                                pass.scratch.item_range, pass.stream);
-    }
-    work w = make_work(problem, pass.found.geometry, &pass.found.schedule, pass.scratch.item_range, backward_keys,
-                       problem->unit_heads);
-    w.row_begin = static_cast<int32_t>(group.row_begin);
-    w.row_end = static_cast<int32_t>(group.row_end);
-    return cut_shares(problem, w, pass.found.schedule.num_items, pass.stream);
+static item_search search_items(const pass &pass, const dense_group &group) {
+    item_search s = {};
+    if (pass.found.dense) return s;
+    s.work = make_work(pass.problem, pass.found.geometry, &pass.found.schedule, pass.scratch.item_range, backward_keys,
+                       pass.problem->unit_heads);
+    s.work.row_begin = static_cast<int32_t>(group.row_begin);
+    s.work.row_end = static_cast<int32_t>(group.row_end);
+    s.work.ticket = reinterpret_cast<uint32_t *>(pass.scratch.ticket);
+    s.num_items = pass.found.schedule.num_items;
+    s.segment_shift = fmsa_cuda_segment_shift(pass.problem);
+    return s;
+}
+
+static fmsa_sm90_proxy_group proxy_group_of(const dense_group &group) {
+    return {group.row_begin, group.row_end, group.first_block, group.places};
+}
+
+/* What the proxy loss needs before the main kernel. */
+static fmsa_status prepare_proxy(const pass &pass, const dense_group &group) {
+    if (!pass.plan.with_teacher) return FMSA_OK;
+    const fmsa_sm90_proxy_group proxy_group = proxy_group_of(group);
+    return fmsa_sm90_proxy_prepare(pass.problem, pass.tensors, &pass.proxy, &proxy_group, pass.scratch.group,
+                                   pass.plan.planes, pass.stream);
+}
+
+static fmsa_status list_proxy(const pass &pass, const dense_group &group, bool wait_first) {
+    if (!pass.plan.with_teacher) return FMSA_OK;
+    const fmsa_sm90_proxy_group proxy_group = proxy_group_of(group);
+    return fmsa_sm90_proxy_list(pass.problem, pass.tensors, &pass.proxy, &proxy_group, pass.scratch.group,
+                                pass.plan.planes, wait_first, pass.stream);
 }
 
 static fmsa_status run_group(const pass &pass, backward_parameters p, const dense_group &group) {
-    const fmsa_sm90_proxy_group proxy_group = {group.row_begin, group.row_end, group.first_block, group.places};
+    const fmsa_sm90_proxy_group proxy_group = proxy_group_of(group);
     p.row_begin = static_cast<int32_t>(group.row_begin);
     p.row_end = static_cast<int32_t>(group.row_end);
     p.first_place = group.first_block;
@@ -331,14 +349,28 @@ static fmsa_status run_group(const pass &pass, backward_parameters p, const dens
             fmsa_sm90_proxy_teacher(pass.problem, &pass.proxy, &proxy_group, pass.scratch.group, pass.plan.planes);
         p.teacher = reinterpret_cast<uint32_t *>(teacher.w);
         p.teacher_plane = teacher.plane_halves / 2;
-        FMSA_TRY(fmsa_sm90_proxy_prepare(pass.problem, pass.tensors, &pass.proxy, &proxy_group, pass.scratch.group,
-                                         pass.plan.planes, pass.stream));
     }
-    FMSA_TRY(find_items(pass, group));
+    if (pass.found.dense) {
+        FMSA_TRY(list_dense_items(pass.problem, pass.found.geometry, group, pass.scratch.counts, pass.scratch.items,
+                                  pass.scratch.item_range, pass.scratch.ticket, pass.stream));
+    }
     FMSA_TRY(launch_main(pass.problem, p, pass.plan.half_sums, pass.stream));
     if (!pass.plan.with_teacher) return FMSA_OK;
     return fmsa_sm90_proxy_from_teacher(pass.problem, pass.tensors, &pass.proxy, &proxy_group, pass.scratch.group,
                                         pass.plan.planes, pass.stream);
+}
+
+/* What the proxy loss adds to dq_proxy. */
+static fmsa_status add_proxy(const pass &pass, const dense_group &group) {
+    if (!pass.plan.with_teacher) return FMSA_OK;
+    const fmsa_sm90_proxy_group proxy_group = proxy_group_of(group);
+    return fmsa_sm90_proxy_add(pass.problem, pass.tensors, &pass.proxy, &proxy_group, pass.scratch.group,
+                               pass.plan.planes, pass.stream);
+}
+
+static bool runs_proxy(const pass &pass, const dense_group &group) {
+    const fmsa_sm90_proxy_group proxy_group = proxy_group_of(group);
+    return pass.plan.with_teacher && fmsa_sm90_proxy_has_places(pass.problem, &proxy_group);
 }
 
 static fmsa_status run_chunk(const pass &pass, const backward_parameters &p, int64_t row_begin) {
@@ -359,19 +391,24 @@ static fmsa_status run_chunk(const pass &pass, const backward_parameters &p, int
         const size_t rows = first.row_end - first.row_begin;
         FMSA_TRY(clear(p.dq_turns, rows * dq_turns_row_bytes(problem), pass.stream));
     }
-    FMSA_TRY(find_row_values(problem, pass.tensors, pass.found.geometry, pass.scratch.rows, pass.scratch.bounds, sums,
-                             pass.stream));
     for (int64_t block = 0; block < blocks; block += pass.plan.places) {
         const dense_group group = make_group(problem, pass.plan, row_begin, static_cast<int32_t>(block));
+        FMSA_TRY(prepare_proxy(pass, group));
+        if (block == 0) {
+            FMSA_TRY(find_row_values(problem, pass.tensors, pass.found.geometry, pass.scratch.rows, pass.scratch.bounds,
+                                     sums, search_items(pass, group), pass.stream));
+        }
+        FMSA_TRY(list_proxy(pass, group, block > 0));
         FMSA_TRY(run_group(pass, p, group));
+        /* Here it fills the multiprocessors that the proxy loss leaves at its end. */
+        if (p.dq != nullptr && block + pass.plan.places >= blocks)
+            FMSA_TRY(round_dq(problem, pass.tensors->dq, sums, !runs_proxy(pass, group), pass.stream));
+        FMSA_TRY(add_proxy(pass, group));
     }
-    if (p.dq == nullptr) return FMSA_OK;
-    return round_dq(problem, pass.tensors->dq, sums, pass.stream);
+    return FMSA_OK;
 }
 
-static fmsa_status round_key_gradient(const fmsa_problem *problem, const float *sums, const fmsa_tensor &out,
-                                      double factor, cudaStream_t stream) {
-    if (out.data == nullptr) return FMSA_OK;
+static rounding key_rounding(const fmsa_problem *problem, const float *sums, const fmsa_tensor &out, double factor) {
     const fmsa_config *c = &problem->config;
     rounding r = {};
     r.sums = sums;
@@ -382,7 +419,20 @@ static fmsa_status round_key_gradient(const fmsa_problem *problem, const float *
     r.factor = static_cast<float>(factor);
     r.out = out;
     r.dtype = c->flags & FMSA_FLAG_FP32_KV_GRADS ? FMSA_DTYPE_FP32 : c->dtype;
-    return round_sums(r, stream);
+    return r;
+}
+
+/* What the keys' sums have become, all at once. */
+static fmsa_status round_key_gradients(const pass &pass, bool with_teacher) {
+    const fmsa_problem *problem = pass.problem;
+    const fmsa_tensors *t = pass.tensors;
+    rounding r[most_roundings];
+    int count = 0;
+    if (t->dk.data != nullptr)
+        r[count++] = key_rounding(problem, pass.scratch.dk, t->dk, problem->config.softmax_scale);
+    if (t->dv.data != nullptr) r[count++] = key_rounding(problem, pass.scratch.dv, t->dv, 1);
+    if (with_teacher && t->dk_proxy.data != nullptr) r[count++] = fmsa_sm90_proxy_dk(problem, t, &pass.proxy);
+    return round_sums(r, count, pass.stream);
 }
 
 static fmsa_status run(const fmsa_problem *problem, const fmsa_tensors *t, bool with_teacher, void *workspace,
@@ -397,23 +447,20 @@ static fmsa_status run(const fmsa_problem *problem, const fmsa_tensors *t, bool 
     fmsa_status status;
     pass.found = find_rows(problem, t, s.geometry, stream, &status);
     FMSA_TRY(status);
-    if (t->dk.data != nullptr) FMSA_TRY(clear(s.dk, sizeof(float) * key_sum_count(problem), stream));
-    if (t->dv.data != nullptr) FMSA_TRY(clear(s.dv, sizeof(float) * key_sum_count(problem), stream));
-    FMSA_TRY(clear(s.key_turns, s.key_turn_bytes, stream));
+    if (with_teacher) pass.proxy = fmsa_sm90_proxy_at(problem, t, s.proxy);
+    /* The proxy's sums follow those of the keys. */
+    FMSA_TRY(clear(s.sums, s.sum_bytes + pass.proxy.sum_bytes, stream));
     if (s.rows.dq_scale != nullptr) FMSA_TRY(find_key_bounds(problem, t, pass.found.geometry, s.bounds, stream));
-    if (with_teacher) {
-        pass.proxy = fmsa_sm90_proxy_at(problem, t, s.proxy);
+    if (with_teacher)
         FMSA_TRY(fmsa_sm90_proxy_begin(problem, t, &pass.proxy, &pass.found.geometry, pass.found.sparse(), stream));
-    }
     if (c->total_q > 0) {
         backward_parameters p = {};
         FMSA_TRY(make_parameters(problem, t, pass.plan, s, pass.found, &p));
         for (int64_t row = 0; row < c->total_q; row += pass.plan.rows)
             FMSA_TRY(run_chunk(pass, p, row));
     }
-    if (with_teacher) FMSA_TRY(fmsa_sm90_proxy_finish(problem, t, &pass.proxy, stream));
-    FMSA_TRY(round_key_gradient(problem, s.dk, t->dk, c->softmax_scale, stream));
-    return round_key_gradient(problem, s.dv, t->dv, 1, stream);
+    if (with_teacher) FMSA_TRY(fmsa_sm90_proxy_finish_kl(problem, t, stream));
+    return round_key_gradients(pass, with_teacher);
 }
 
 static bool wants_main(const fmsa_tensors *t) {

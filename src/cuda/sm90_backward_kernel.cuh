@@ -646,9 +646,11 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(const __grid_const
     extern __shared__ __align__(1024) char memory[];
     __shared__ shared_state shared;
     const uint32_t base = shared_address(memory);
-    if constexpr (teach != teach_none) allow_next_grid();
     if (threadIdx.x == 0) init_barriers(shared, a.gathered);
     fill_constants<T, D, half_sums>(a, base);
+    /* The next grid relies on what this one waits for. */
+    wait_for_grid_before();
+    if constexpr (teach != teach_none) allow_next_grid();
     __syncthreads();
     const int role = uniform(threadIdx.x / warpgroup);
     if (role == 0) {
@@ -677,8 +679,8 @@ fmsa_status launch_kernel(const backward_parameters &p, cudaStream_t stream) {
                                   cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
     }
     if (status != FMSA_OK) return status;
-    return launch("backward", backward_kernel<T, D, half_sums, teach>, dim3(multiprocessors), threads,
-                  shared_memory_of<D, half_sums>::bytes, stream, p);
+    return launch_close("backward", backward_kernel<T, D, half_sums, teach>, dim3(multiprocessors), threads,
+                        shared_memory_of<D, half_sums>::bytes, stream, p);
 }
 
 } // namespace backward

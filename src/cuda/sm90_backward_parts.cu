@@ -8,6 +8,7 @@
  * (3.2 GB), dQ 0.56 ms (2.1 GB). */
 #include "portable_parts.cuh"
 #include "scan.cuh"
+#include "sm90.cuh"
 #include "sm90_backward_parts.h"
 
 namespace fmsa {
@@ -71,6 +72,7 @@ template <typename T, int D>
 __global__ void __launch_bounds__(part_threads)
     key_bounds_kernel(view<const T> k, view<const T> v, fmsa_cuda_geometry g, key_bounds bounds) {
     constexpr int lanes = D / 8;
+    allow_next_grid();
     const int32_t block = blockIdx.x, head = blockIdx.y;
     const int lane = threadIdx.x % lanes;
     const int32_t begin = g.block_k_begin[block], end = g.block_k_end[block];
@@ -107,14 +109,20 @@ struct row_parameters {
     view<const T> out, dout;
     view<const float> lse;
     const int32_t *row_position, *row_first_block;
-    int64_t row_begin, row_end, padding_row;
+    int64_t padding_row;
     int32_t heads, key_heads;
     row_chunks chunks;
     row_values values;
     key_bounds bounds;
-    uint4 *sums;          /* NULL, or dQ's sums from row_begin on */
-    int32_t chunk_chunks; /* of sums, for each chunk of out */
+    dq_sums s;
+    int32_t chunk_sums; /* of a term, for each chunk of out: chunks of sums */
+    item_search search;
 };
+
+/* Terms of dQ that a row at this position has in dense mode where sums are cut into terms. */
+__device__ __forceinline__ int32_t dense_terms(int32_t position) {
+    return position < 0 ? 0 : position / (backward_keys * dq_term_blocks) + 1;
+}
 
 /* A power of two that takes `bound` into 2^14 ... 2^15: half of what fp16 holds, so that the roundings of the sums,
  * of P and of out cannot lead beyond. */
@@ -128,19 +136,20 @@ __device__ __forceinline__ float scale_for(float bound) {
 struct row_operands {
     uint4 out, dout;
     float lse;
-    bool there; /* whether the row is in a fragment */
+    int32_t position; /* -1: the row is in no fragment */
 };
 
 /* Reads some row whatever comes of it: a branch would keep the loads of several rows apart. */
 template <int D, typename T>
 __device__ __forceinline__ row_operands load_row(const row_parameters<T> &a, int64_t row, int32_t head) {
-    const int64_t from = row < a.row_end ? row : a.row_begin;
+    const int64_t from = row < a.s.row_end ? row : a.s.row_begin;
     const int lane = threadIdx.x % (D / 8);
     row_operands x;
     x.out = __ldg(reinterpret_cast<const uint4 *>(a.out.at(from, head) + 8 * lane));
     x.dout = __ldg(reinterpret_cast<const uint4 *>(a.dout.at(from, head) + 8 * lane));
     x.lse = __ldg(a.lse.at(from, head));
-    x.there = row < a.row_end && __ldg(a.row_position + from) >= 0;
+    x.position = __ldg(a.row_position + from);
+    if (row >= a.s.row_end) x.position = -1;
     return x;
 }
 
@@ -163,26 +172,47 @@ __device__ __forceinline__ void store_row(const row_parameters<T> &a, const row_
     }
     delta = sum_over<lanes>(delta);
     squares = sum_over<lanes>(squares);
-    if (!stores || row > a.row_end) return;
-    const int64_t place = (row == a.row_end ? a.padding_row : row) * a.heads + head;
-    const float lse = x.there ? x.lse : -INFINITY;
+    if (!stores || row > a.s.row_end) return;
+    const int64_t place = (row == a.s.row_end ? a.padding_row : row) * a.heads + head;
+    const bool there = x.position >= 0;
+    const float lse = there ? x.lse : -INFINITY;
     a.values.lse[place] = lse == -INFINITY ? INFINITY : lse * log2_e;
-    a.values.delta[place] = x.there ? delta : 0;
+    a.values.delta[place] = there ? delta : 0;
     if (a.values.dq_scale == nullptr) return;
     float bound = 0;
-    if (x.there) {
+    if (there) {
         const int64_t document = int64_t(a.row_first_block[row]) * a.key_heads + head / (a.heads / a.key_heads);
         bound = sqrtf(squares) * __uint_as_float(a.bounds.v[document]) * __uint_as_float(a.bounds.k[document]);
     }
     a.values.dq_scale[place] = scale_for(bound);
 }
 
+/* This thread's part of dQ's sums of a row. */
+template <typename T>
+__device__ __forceinline__ void clear_sums(const row_parameters<T> &a, int64_t row, int32_t position, uint32_t chunk) {
+    if (a.s.sums == nullptr || a.s.alone) return;
+    const int32_t stride = a.chunks.count, terms = a.s.row_position == nullptr ? a.s.terms : dense_terms(position);
+    uint4 *sums = static_cast<uint4 *>(a.s.sums) + (row - a.s.row_begin) * a.s.terms * a.chunk_sums * stride + chunk;
+    for (int32_t j = 0; j < terms * a.chunk_sums; j++)
+        sums[int64_t(j) * stride] = make_uint4(0, 0, 0, 0);
+}
+
+/* By the first two warps of one thread block, while the others are at work. */
+__device__ __forceinline__ void find_items(const item_search &s) {
+    if (s.num_items == nullptr || threadIdx.x >= 64) return;
+    cut_items(s.work, s.num_items, s.segment_shift);
+    if (threadIdx.x == 0) *s.work.ticket = 0;
+}
+
 template <typename T, int D>
 __global__ void __launch_bounds__(part_threads) row_values_kernel(const __grid_constant__ row_parameters<T> a) {
+    wait_for_grid_before();
+    allow_next_grid(); /* now: see fmsa_sm90_proxy_list() */
+    if (blockIdx.x + blockIdx.y == 0) find_items(a.search);
     const uint32_t chunk = a.chunks.chunk();
     const int32_t head = chunk / (D / 8);
     const bool has_chunk = a.chunks.has_chunk(), stores = has_chunk && threadIdx.x % (D / 8) == 0;
-    const int64_t first = a.row_begin + a.chunks.first_row();
+    const int64_t first = a.s.row_begin + a.chunks.first_row();
 #pragma unroll 1
     for (int start = 0; start < rows_of_thread; start += rows_at_once) {
         row_operands x[rows_at_once];
@@ -193,10 +223,7 @@ __global__ void __launch_bounds__(part_threads) row_values_kernel(const __grid_c
         for (int i = 0; i < rows_at_once; i++) {
             const int64_t row = first + (start + i) * a.chunks.pass_rows;
             store_row<D>(a, x[i], row, head, stores);
-            if (a.sums == nullptr || !has_chunk || row >= a.row_end) continue;
-            uint4 *sums = a.sums + (row - a.row_begin) * a.chunks.count * a.chunk_chunks + chunk;
-            for (int32_t j = 0; j < a.chunk_chunks; j++)
-                sums[j * a.chunks.count] = make_uint4(0, 0, 0, 0);
+            if (has_chunk && row < a.s.row_end) clear_sums(a, row, x[i].position, chunk);
         }
     }
 }
@@ -209,7 +236,7 @@ struct dense_parameters {
     int32_t proxy_heads, tile_tokens;
     int32_t *counts;
     fmsa_cuda_item *items;
-    int32_t *range;
+    int32_t *range, *ticket;
 };
 
 /* The first of the block ids in use that f holds for; f does not cease to hold. */
@@ -254,6 +281,8 @@ __device__ __forceinline__ void for_blocks_of_piece(const dense_parameters &a, i
 }
 
 __global__ void __launch_bounds__(part_threads) count_dense_kernel(const __grid_constant__ dense_parameters a) {
+    allow_next_grid();
+    wait_for_grid_before();
     int32_t count = 0;
     for_blocks_of_piece(a, blockIdx.x,
                         [&](bool taken, int32_t, int64_t, int32_t) { count += __syncthreads_count(taken); });
@@ -261,6 +290,8 @@ __global__ void __launch_bounds__(part_threads) count_dense_kernel(const __grid_
 }
 
 __global__ void __launch_bounds__(part_threads) list_dense_kernel(const __grid_constant__ dense_parameters a) {
+    allow_next_grid();
+    wait_for_grid_before();
     const int32_t piece = blockIdx.x, count = a.counts[piece];
     int32_t before = 0, total;
     for (int32_t i = threadIdx.x; i < piece; i += part_threads)
@@ -270,6 +301,7 @@ __global__ void __launch_bounds__(part_threads) list_dense_kernel(const __grid_c
     if (piece == gridDim.x - 1 && threadIdx.x == 0) {
         a.range[0] = 0;
         a.range[1] = (total + count) * a.proxy_heads;
+        *a.ticket = 0;
     }
     int32_t done = 0;
     for_blocks_of_piece(a, piece, [&](bool taken, int32_t block, int64_t from, int32_t rows) {
@@ -290,14 +322,14 @@ struct dq_parameters {
     int32_t heads, unit_heads, heads_per_proxy_head;
     float factor;
     fmsa_tensor out;
+    bool wait_first;
 };
 
 /* Terms of a row's head. */
 __device__ __forceinline__ int32_t terms_of(const dq_parameters &a, int64_t row, int32_t head) {
     if (a.s.row_count != nullptr) return a.s.row_count[head / a.heads_per_proxy_head * a.total_rows + row];
     if (a.s.row_position == nullptr) return a.s.terms;
-    const int32_t position = a.s.row_position[row];
-    return position < 0 ? 0 : position / (backward_keys * dq_term_blocks) + 1;
+    return dense_terms(a.s.row_position[row]);
 }
 
 /* Four lanes hold four words each, lane t those of columns 2 * t and 2 * t + 1 of each eighth; then lane t has all of
@@ -371,6 +403,8 @@ __device__ __forceinline__ void add_chunk(float (&sum)[columns], const uint4 &ch
  * in order. */
 template <typename T, int D, bool half_sums>
 __global__ void __launch_bounds__(part_threads) round_dq_kernel(const __grid_constant__ dq_parameters a) {
+    allow_next_grid();
+    if (a.wait_first) wait_for_grid_before();
     constexpr int columns = half_sums ? 8 : 4;
     const uint32_t chunk = a.chunks.chunk();
     const dq_place place = place_of<D, half_sums>(a, chunk);
@@ -412,6 +446,7 @@ __global__ void __launch_bounds__(part_threads) round_dq_kernel(const __grid_con
             }
         }
     }
+    wait_for_grid_before();
 }
 
 /* Calls f with a value of the 16-bit type and the head dimension. */
@@ -430,9 +465,6 @@ using namespace backward;
 fmsa_status find_key_bounds(const fmsa_problem *problem, const fmsa_tensors *t, const fmsa_cuda_geometry &g,
                             const key_bounds &bounds, cudaStream_t stream) {
     const fmsa_config *c = &problem->config;
-    const size_t bytes = sizeof(uint32_t) * problem->max_key_blocks * c->num_kv_heads;
-    FMSA_TRY(clear(bounds.v, bytes, stream));
-    FMSA_TRY(clear(bounds.k, bytes, stream));
     const dim3 grid(static_cast<unsigned>(problem->max_key_blocks), c->num_kv_heads);
     return with_half_type_and_dim(c, [&](auto type, auto dim) {
         typedef decltype(type) T;
@@ -443,7 +475,7 @@ fmsa_status find_key_bounds(const fmsa_problem *problem, const fmsa_tensors *t, 
 
 fmsa_status find_row_values(const fmsa_problem *problem, const fmsa_tensors *t, const fmsa_cuda_geometry &g,
                             const row_values &rows, const key_bounds &bounds, const dq_sums &sums,
-                            cudaStream_t stream) {
+                            const item_search &search, cudaStream_t stream) {
     const fmsa_config *c = &problem->config;
     return with_half_type_and_dim(c, [&](auto type, auto dim) {
         typedef decltype(type) T;
@@ -454,18 +486,17 @@ fmsa_status find_row_values(const fmsa_problem *problem, const fmsa_tensors *t, 
         p.lse = view<const float>(t->lse);
         p.row_position = g.row_position;
         p.row_first_block = g.row_first_block;
-        p.row_begin = sums.row_begin;
-        p.row_end = sums.row_end;
         p.padding_row = c->total_q;
         p.heads = c->num_heads;
         p.key_heads = c->num_kv_heads;
         p.chunks = row_chunks(c->num_heads * (D / 8));
         p.values = rows;
         p.bounds = bounds;
-        p.sums = sums.alone ? nullptr : static_cast<uint4 *>(sums.sums);
-        p.chunk_chunks = (sums.half_sums ? 1 : 2) * sums.terms;
-        const dim3 grid = p.chunks.grid(p.row_end - p.row_begin + 1);
-        return launch("row values", row_values_kernel<T, D>, grid, part_threads, 0, stream, p);
+        p.s = sums;
+        p.chunk_sums = sums.half_sums ? 1 : 2;
+        p.search = search;
+        const dim3 grid = p.chunks.grid(sums.row_end - sums.row_begin + 1);
+        return launch_close("row values", row_values_kernel<T, D>, grid, part_threads, 0, stream, p);
     });
 }
 
@@ -491,15 +522,18 @@ int64_t max_dense_items(const fmsa_problem *problem, const dense_group &group) {
 }
 
 fmsa_status list_dense_items(const fmsa_problem *problem, const fmsa_cuda_geometry &geometry, const dense_group &group,
-                             int32_t *counts, fmsa_cuda_item *items, int32_t *range, cudaStream_t stream) {
+                             int32_t *counts, fmsa_cuda_item *items, int32_t *range, int32_t *ticket,
+                             cudaStream_t stream) {
     const int32_t tile_tokens = backward_rows / problem->unit_heads;
-    const dense_parameters p = {geometry, group, problem->config.num_proxy_heads, tile_tokens, counts, items, range};
+    const dense_parameters p = {geometry, group, problem->config.num_proxy_heads, tile_tokens, counts, items,
+                                range,    ticket};
     const unsigned grid = static_cast<unsigned>(dense_pieces(group));
-    const fmsa_status status = launch("dense count", count_dense_kernel, grid, part_threads, 0, stream, p);
-    return status != FMSA_OK ? status : launch("dense list", list_dense_kernel, grid, part_threads, 0, stream, p);
+    const fmsa_status status = launch_close("dense count", count_dense_kernel, grid, part_threads, 0, stream, p);
+    return status != FMSA_OK ? status : launch_close("dense list", list_dense_kernel, grid, part_threads, 0, stream, p);
 }
 
-fmsa_status round_dq(const fmsa_problem *problem, const fmsa_tensor &dq, const dq_sums &sums, cudaStream_t stream) {
+fmsa_status round_dq(const fmsa_problem *problem, const fmsa_tensor &dq, const dq_sums &sums, bool wait_first,
+                     cudaStream_t stream) {
     const fmsa_config *c = &problem->config;
     dq_parameters p = {};
     p.s = sums;
@@ -509,13 +543,14 @@ fmsa_status round_dq(const fmsa_problem *problem, const fmsa_tensor &dq, const d
     p.heads_per_proxy_head = problem->heads_per_proxy_head;
     p.factor = static_cast<float>(c->softmax_scale);
     p.out = dq;
+    p.wait_first = wait_first;
     return with_half_type_and_dim(c, [&](auto type, auto dim) {
         typedef decltype(type) T;
         constexpr int D = decltype(dim)::value;
         p.chunks = row_chunks(c->num_heads * (D / (sums.half_sums ? 8 : 4)));
         const dim3 grid = p.chunks.grid(sums.row_end - sums.row_begin);
         const auto kernel = sums.half_sums ? round_dq_kernel<T, D, true> : round_dq_kernel<T, D, false>;
-        return launch("dq", kernel, grid, part_threads, 0, stream, p);
+        return launch_close("dq", kernel, grid, part_threads, 0, stream, p);
     });
 }
 

@@ -114,8 +114,6 @@ static fmsa_sm90_proxy take_proxy(const fmsa_problem *problem, void *memory, siz
     const fmsa_config *c = &problem->config;
     fmsa_cuda_arena arena = {static_cast<char *>(memory), 0};
     fmsa_sm90_proxy p = {};
-    p.student_lse = static_cast<float *>(fmsa_cuda_take(&arena, c->total_q * c->num_proxy_heads, sizeof(float)));
-    const size_t kept = arena.used;
     p.sums = fmsa_cuda_take(&arena, 0, 1);
     p.dk = static_cast<float *>(fmsa_cuda_take(&arena, dk_sum_bytes(problem), 1));
     p.turns = static_cast<int32_t *>(fmsa_cuda_take(&arena, turn_count(problem), sizeof(int32_t)));
@@ -124,12 +122,31 @@ static fmsa_sm90_proxy take_proxy(const fmsa_problem *problem, void *memory, siz
         const int64_t bounds = problem->max_key_blocks * c->num_proxy_kv_heads;
         p.key_bounds = static_cast<uint32_t *>(fmsa_cuda_take(&arena, bounds, sizeof(uint32_t)));
     }
-    p.sum_bytes = arena.used - kept;
+    p.sum_bytes = arena.used;
+    p.student_lse = static_cast<float *>(fmsa_cuda_take(&arena, c->total_q * c->num_proxy_heads, sizeof(float)));
     *bytes = arena.used;
     return p;
 }
 
 /* ---- A group ---- */
+
+fmsa_status map_token_rows(const fmsa_problem *problem, const fmsa_tensor &q_proxy, CUtensorMap *map) {
+    const fmsa_config *c = &problem->config;
+    fmsa_tensor_map_shape shape = {};
+    shape.type = c->dtype == FMSA_DTYPE_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    shape.element_bytes = 2;
+    shape.rank = 3;
+    shape.size[0] = c->proxy_head_dim;
+    shape.size[1] = c->num_proxy_heads;
+    shape.size[2] = c->total_q;
+    shape.stride[1] = q_proxy.head_stride;
+    shape.stride[2] = q_proxy.row_stride;
+    shape.box[0] = 64;
+    shape.box[1] = 1;
+    shape.box[2] = tile_tokens;
+    shape.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+    return fmsa_tensor_map(map, q_proxy.data, &shape);
+}
 
 static bool wants_nothing(const fmsa_tensors *t) {
     return t->dq_proxy.data == nullptr && t->dk_proxy.data == nullptr && t->kl == nullptr;
@@ -167,9 +184,15 @@ static fmsa_status prepare_group(const fmsa_problem *problem, const fmsa_tensors
     if (is_first(group) && !is_last(problem, group))
         FMSA_TRY(find_student_lse(problem, t, proxy, group, memory, planes, stream));
     const group_memory g = take_group(problem, proxy, group, memory, planes, false);
-    if (g.work.dq_sums != nullptr && t->dq_proxy.data != nullptr)
-        FMSA_TRY(clear(g.work.dq_sums, sum_count(problem, g.work) * sizeof(uint16_t), stream));
-    return find_shares(g.work, stream);
+    if (g.work.dq_sums != nullptr && t->dq_proxy.data != nullptr) FMSA_TRY(clear_dq_sums(g.work, stream));
+    return count_shares(g.work, stream);
+}
+
+static fmsa_status list_group(const fmsa_problem *problem, const fmsa_tensors *t, const fmsa_sm90_proxy &proxy,
+                              const fmsa_sm90_proxy_group &group, void *memory, int32_t planes, bool wait_first,
+                              cudaStream_t stream) {
+    if (wants_nothing(t) || !has_places(problem, group)) return FMSA_OK;
+    return list_shares(take_group(problem, proxy, group, memory, planes, false).work, wait_first, stream);
 }
 
 /* close: whether the student's LSE, which does not need the teacher, may start while the maker of the teacher ends: it
@@ -177,19 +200,22 @@ static fmsa_status prepare_group(const fmsa_problem *problem, const fmsa_tensors
 static fmsa_status run_group(const fmsa_problem *problem, const fmsa_tensors *t, const fmsa_sm90_proxy &proxy,
                              const fmsa_sm90_proxy_group &group, void *memory, int32_t planes, bool close,
                              cudaStream_t stream) {
-    if (wants_nothing(t) || group.row_begin == group.row_end) return FMSA_OK;
-    const bool first = is_first(group), last = is_last(problem, group);
+    if (wants_nothing(t) || !has_places(problem, group)) return FMSA_OK;
     const group_memory g = take_group(problem, proxy, group, memory, planes, false);
-    if (has_places(problem, group)) {
-        if (first && last) FMSA_TRY(student_lse(problem, t, g.work, true, close, stream));
-        if (planes > 1) {
-            const int64_t rows = group.row_end - group.row_begin;
-            const int64_t plane_halves = rows * g.work.proxy_heads * group.places * vector_length;
-            FMSA_TRY(add_planes(g.work, plane_halves, planes, stream));
-        }
-        FMSA_TRY(differ_from_teacher(problem, t, proxy, g, stream));
+    if (is_first(group) && is_last(problem, group)) FMSA_TRY(student_lse(problem, t, g.work, true, close, stream));
+    if (planes > 1) {
+        const int64_t rows = group.row_end - group.row_begin;
+        const int64_t plane_halves = rows * g.work.proxy_heads * group.places * vector_length;
+        FMSA_TRY(add_planes(g.work, plane_halves, planes, stream));
     }
-    return t->dq_proxy.data == nullptr ? FMSA_OK : add_terms(problem, t, g, first, last, stream);
+    return differ_from_teacher(problem, t, proxy, g, stream);
+}
+
+static fmsa_status add_group(const fmsa_problem *problem, const fmsa_tensors *t, const fmsa_sm90_proxy &proxy,
+                             const fmsa_sm90_proxy_group &group, void *memory, int32_t planes, cudaStream_t stream) {
+    if (t->dq_proxy.data == nullptr || group.row_begin == group.row_end) return FMSA_OK;
+    const group_memory g = take_group(problem, proxy, group, memory, planes, false);
+    return add_terms(problem, t, g, is_first(group), is_last(problem, group), stream);
 }
 
 /* With a teacher made here. */
@@ -201,7 +227,9 @@ static fmsa_status run_alone(const fmsa_problem *problem, const fmsa_tensors *t,
         FMSA_TRY(make_teacher(problem, t, g.work, stream));
     }
     FMSA_TRY(prepare_group(problem, t, proxy, group, memory, 1, stream));
-    return run_group(problem, t, proxy, group, memory, 1, false, stream);
+    FMSA_TRY(list_group(problem, t, proxy, group, memory, 1, true, stream));
+    FMSA_TRY(run_group(problem, t, proxy, group, memory, 1, false, stream));
+    return add_group(problem, t, proxy, group, memory, 1, stream);
 }
 
 /* ---- The operation: chunks and groups ---- */
@@ -251,7 +279,10 @@ static fmsa_status run_loss(const fmsa_problem *problem, const fmsa_tensors *t, 
             group.first_block += plan.places > 0 ? plan.places : 1;
         } while (group.first_block < blocks);
     }
-    return fmsa_sm90_proxy_finish(problem, t, &proxy, stream);
+    FMSA_TRY(fmsa_sm90_proxy_finish_kl(problem, t, stream));
+    if (t->dk_proxy.data == nullptr) return FMSA_OK;
+    const rounding dk = fmsa_sm90_proxy_dk(problem, t, &proxy);
+    return round_sums(&dk, 1, stream);
 }
 
 } // namespace fmsa::proxy
@@ -292,7 +323,6 @@ fmsa_status fmsa_sm90_proxy_begin(const fmsa_problem *problem, const fmsa_tensor
     if (wants_nothing(tensors)) return FMSA_OK;
     proxy->geometry = *geometry;
     if (schedule != nullptr) proxy->schedule = *schedule;
-    FMSA_TRY(clear(proxy->sums, proxy->sum_bytes, stream));
     if (proxy->key_bounds == nullptr || tensors->dq_proxy.data == nullptr) return FMSA_OK;
     return find_key_bounds(problem, tensors, *geometry, proxy->key_bounds, stream);
 }
@@ -311,28 +341,45 @@ fmsa_status fmsa_sm90_proxy_prepare(const fmsa_problem *problem, const fmsa_tens
     return prepare_group(problem, tensors, *proxy, *group, group_memory, planes, stream);
 }
 
+fmsa_status fmsa_sm90_proxy_list(const fmsa_problem *problem, const fmsa_tensors *tensors, const fmsa_sm90_proxy *proxy,
+                                 const fmsa_sm90_proxy_group *group, void *group_memory, int32_t planes,
+                                 bool wait_first, cudaStream_t stream) {
+    return list_group(problem, tensors, *proxy, *group, group_memory, planes, wait_first, stream);
+}
+
+bool fmsa_sm90_proxy_has_places(const fmsa_problem *problem, const fmsa_sm90_proxy_group *group) {
+    return has_places(problem, *group);
+}
+
+fmsa_status fmsa_sm90_proxy_add(const fmsa_problem *problem, const fmsa_tensors *tensors, const fmsa_sm90_proxy *proxy,
+                                const fmsa_sm90_proxy_group *group, void *group_memory, int32_t planes,
+                                cudaStream_t stream) {
+    return add_group(problem, tensors, *proxy, *group, group_memory, planes, stream);
+}
+
 fmsa_status fmsa_sm90_proxy_from_teacher(const fmsa_problem *problem, const fmsa_tensors *tensors,
                                          const fmsa_sm90_proxy *proxy, const fmsa_sm90_proxy_group *group,
                                          void *group_memory, int32_t planes, cudaStream_t stream) {
     return run_group(problem, tensors, *proxy, *group, group_memory, planes, true, stream);
 }
 
-fmsa_status fmsa_sm90_proxy_finish(const fmsa_problem *problem, const fmsa_tensors *tensors,
-                                   const fmsa_sm90_proxy *proxy, cudaStream_t stream) {
+rounding fmsa_sm90_proxy_dk(const fmsa_problem *problem, const fmsa_tensors *tensors, const fmsa_sm90_proxy *proxy) {
     const fmsa_config *c = &problem->config;
-    if (tensors->dk_proxy.data != nullptr) {
-        rounding r = {};
-        r.sums = proxy->dk;
-        r.rows = c->total_k;
-        r.heads = c->num_proxy_kv_heads;
-        r.dim = c->proxy_head_dim;
-        r.terms = dk_sum_heads(problem) / c->num_proxy_kv_heads;
-        r.factor = static_cast<float>(c->proxy_scale * kl_factor(problem)) / ds_scale_of(problem);
-        r.device_factor = static_cast<const float *>(tensors->grad_kl);
-        r.out = tensors->dk_proxy;
-        r.dtype = c->flags & FMSA_FLAG_FP32_KV_GRADS ? FMSA_DTYPE_FP32 : c->dtype;
-        FMSA_TRY(round_sums(r, stream));
-    }
+    rounding r = {};
+    r.sums = proxy->dk;
+    r.rows = c->total_k;
+    r.heads = c->num_proxy_kv_heads;
+    r.dim = c->proxy_head_dim;
+    r.terms = dk_sum_heads(problem) / c->num_proxy_kv_heads;
+    r.factor = static_cast<float>(c->proxy_scale * kl_factor(problem)) / ds_scale_of(problem);
+    r.device_factor = static_cast<const float *>(tensors->grad_kl);
+    r.out = tensors->dk_proxy;
+    r.dtype = c->flags & FMSA_FLAG_FP32_KV_GRADS ? FMSA_DTYPE_FP32 : c->dtype;
+    return r;
+}
+
+fmsa_status fmsa_sm90_proxy_finish_kl(const fmsa_problem *problem, const fmsa_tensors *tensors, cudaStream_t stream) {
+    const fmsa_config *c = &problem->config;
     const bool no_pairs = c->total_q == 0 || problem->max_fragment_blocks == 0; /* so nothing has written it */
     return tensors->kl != nullptr && no_pairs ? clear(tensors->kl, sizeof(float), stream) : FMSA_OK;
 }
@@ -362,6 +409,7 @@ fmsa_status fmsa_sm90_proxy_loss(const fmsa_problem *problem, const fmsa_tensors
         find_rows(problem, tensors, is_dense(problem) ? fmsa_cuda_geometry_at(problem, memory) : fmsa_cuda_geometry(),
                   stream, &status);
     FMSA_TRY(status);
+    FMSA_TRY(clear(proxy.sums, proxy.sum_bytes, stream));
     FMSA_TRY(fmsa_sm90_proxy_begin(problem, tensors, &proxy, &found.geometry, found.sparse(), stream));
     char *group_memory = static_cast<char *>(workspace) + kept_bytes(problem);
     return run_loss(problem, tensors, proxy, plan, group_memory, stream);

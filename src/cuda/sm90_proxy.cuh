@@ -18,6 +18,7 @@
 #include "portable_parts.cuh"
 #include "sm90.cuh"
 #include "sm90_proxy.h"
+#include "tensor_map.h"
 
 namespace fmsa::proxy {
 
@@ -117,9 +118,16 @@ struct token_tile {
 /* A batch of the tokens of a share, for the producer alone: looked up all at once, so that the latency of memory counts
  * once a batch. */
 struct token_batch {
-    int32_t limit[batch_tokens], place[batch_tokens], term[batch_tokens];
-    int32_t row[batch_tokens]; /* negative: no token; such a row is not read */
+    /* Rows of a tile, and places, stand as tile_rows_of_thread reads them. Negative: no token; such a row is not read.
+     */
+    alignas(16) int32_t row[batch_tokens], place[batch_tokens];
+    int32_t limit[batch_tokens], term[batch_tokens];
     float lse[batch_tokens];
+    int32_t whole[batch_tokens / 32]; /* whether 32 are neighbouring tokens of dense mode */
+
+    __device__ __forceinline__ bool whole_tile(int32_t first) const {
+        return (whole[first / 32] & whole[first / 32 + 1]) != 0;
+    }
 };
 
 /* A place in a ring and how often the ring has been passed: a consumer waits for `phase`, a producer for the other. */
@@ -149,37 +157,67 @@ __device__ __forceinline__ uint32_t chunk_offset(int row, int chunk) {
 }
 
 /* A tile's rows of `chunks` chunks each, as the threads of the producer share them: thread i has chunk i % chunks of
- * every row i / chunks + rows_at_once * n. */
+ * every row i / chunks + rows_at_once * n. The numbers of a thread's rows stand side by side. */
 template <int chunks_a_row>
 struct tile_rows_of_thread {
     static constexpr int chunks = chunks_a_row, rows_at_once = producer_threads / chunks;
     static constexpr int count = tile_tokens / rows_at_once;
-    int32_t number[count]; /* of rows of the tensor; negative: none */
+    uint32_t number[count]; /* of rows of the tensor; negative as an int32_t: none */
 
     static __device__ __forceinline__ int chunk() {
         return threadIdx.x % chunks;
     }
-    static __device__ __forceinline__ int row(int n) {
-        return threadIdx.x / chunks + n * rows_at_once;
+    /* Where the number of a tile's row stands among those of the tile. */
+    static __device__ __forceinline__ int slot(int row) {
+        return row % rows_at_once * count + row / rows_at_once;
     }
     /* numbers: those of the tile. To be read before they are needed, since no read passes a copy. */
     __device__ __forceinline__ void read(const int32_t *numbers) {
+        const int4 *own = reinterpret_cast<const int4 *>(numbers + threadIdx.x / chunks * count);
 #pragma unroll
-        for (int n = 0; n < count; n++)
-            number[n] = numbers[row(n)];
+        for (int n = 0; n < count; n += 4) {
+            const int4 four = own[n / 4];
+            number[n] = four.x, number[n + 1] = four.y, number[n + 2] = four.z, number[n + 3] = four.w;
+        }
+    }
+    /* Copies the thread's chunks of the rows, row_bytes apart from `begin` on, to a tile at `destination`. */
+    __device__ __forceinline__ void copy(uint32_t destination, const void *begin, int64_t row_bytes) const {
+        const uint32_t own = destination + chunk_offset<tile_tokens>(threadIdx.x / chunks, chunk());
+        const char *const source = pinned(static_cast<const char *>(begin) + 16 * chunk());
+#pragma unroll
+        for (int n = 0; n < count; n++) {
+            const bool absent = static_cast<int32_t>(number[n]) < 0;
+            cp_async_16_unless(absent, own + n * (rows_at_once * 128), source + uint64_t(number[n]) * row_bytes);
+        }
     }
 };
 
 template <int D, typename T>
 __device__ __forceinline__ void load_token_rows(uint32_t destination, const tile_rows_of_thread<D / 8> &rows,
                                                 const view<const T> &q, int64_t head) {
-    const T *const begin = q.at(0, head) + 8 * rows.chunk();
-#pragma unroll
-    for (int n = 0; n < rows.count; n++) {
-        const int32_t row = rows.number[n];
-        cp_async_16(destination + chunk_offset<tile_tokens>(rows.row(n), rows.chunk()),
-                    begin + max(row, 0) * q.row_stride, row >= 0);
+    rows.copy(destination, q.at(0, head), q.row_stride * int64_t(sizeof(T)));
+}
+
+/* By the TMA, where a tile's rows are neighbours: copies by cp.async pass shared memory in small pieces. Every thread
+ * of the producer arrives, as after copies of its own. `loads` issues the copies. */
+template <typename F>
+__device__ __forceinline__ void arrive_with_loads(uint32_t barrier, uint32_t bytes, F loads) {
+    if (threadIdx.x != 0) {
+        barrier_arrive(barrier);
+        return;
     }
+    barrier_arrive_expect(barrier, bytes);
+    loads();
+}
+
+/* map: of token rows, see map_token_rows(). */
+template <int D>
+__device__ __forceinline__ void load_whole_rows(uint32_t destination, const CUtensorMap *map, uint32_t barrier,
+                                                int32_t head, int32_t row) {
+    arrive_with_loads(barrier, tile_tokens * D * 2, [&] {
+        for (int column = 0; column < D; column += 64)
+            tma_load_3d(destination + column * (tile_tokens * 2), map, barrier, column, head, row);
+    });
 }
 
 template <int D, typename T>
@@ -220,29 +258,49 @@ __device__ __forceinline__ int32_t tiles_of(const proxy_share &s) {
  * of its barriers before they call again. shared: one number in shared memory. */
 __device__ __forceinline__ bool take_share(const proxy_work &w, int ticket, int32_t *shared, proxy_share &s,
                                            int32_t &number) {
+    const int32_t shares = *w.num_shares;
     if (threadIdx.x == 0) *shared = static_cast<int32_t>(atomicAdd(w.tickets + ticket, 1u));
     named_barrier_sync(1, producer_threads);
     number = uniform(*static_cast<volatile int32_t *>(shared));
-    if (number >= *w.num_shares) return false;
+    if (number >= shares) return false;
     s = w.shares[number];
     return true;
 }
 
-/* The tokens from number `first` of a share on; behind the last there are none. Called by all threads of the producer;
- * afterwards all of them may read the batch. */
-template <bool with_lse>
+/* A thread's tokens of the next batch. Asked for a batch ahead, where there are the registers: then their latency does
+ * not count. */
+struct next_tokens {
+    static constexpr int count = batch_tokens / producer_threads;
+    int32_t row[count], slot[count]; /* row negative: no token. slot: sparse mode */
+
+    /* From number `first` of a share on; behind the last there are none. */
+    __device__ __forceinline__ void ask(const proxy_work &w, const proxy_share &s, int32_t first) {
+#pragma unroll
+        for (int n = 0; n < count; n++) {
+            const int32_t i = first + threadIdx.x + n * producer_threads;
+            row[n] = -1;
+            slot[n] = 0;
+            if (i >= s.count) continue;
+            row[n] = w.dense() ? int32_t(s.begin) + i : w.edge_row[s.begin + i];
+            if (!w.dense()) slot[n] = w.edge_slot[s.begin + i];
+        }
+    }
+};
+
+/* The tokens from number `first` of a share on, which have been asked for; asks for those of the next batch if it is to
+ * look ahead. Called by all threads of the producer; afterwards all of them may read the batch, whose rows have
+ * `chunks` chunks. */
+template <int chunks, bool with_lse, bool with_whole, bool ahead>
 __device__ __forceinline__ void find_tokens(const proxy_work &w, const proxy_share &s, const block_place &block,
-                                            int32_t first, token_batch &batch) {
-    constexpr int a_thread = batch_tokens / producer_threads;
+                                            int32_t first, next_tokens &next, token_batch &batch) {
+    typedef tile_rows_of_thread<chunks> token_rows;
+    typedef tile_rows_of_thread<vector_length / 8> teacher_rows;
+    constexpr int a_thread = next_tokens::count;
     int32_t row[a_thread], place[a_thread];
 #pragma unroll
     for (int n = 0; n < a_thread; n++) {
-        const int32_t i = first + threadIdx.x + n * producer_threads;
-        row[n] = -1;
-        place[n] = block.dense_place;
-        if (i >= s.count) continue;
-        row[n] = w.dense() ? int32_t(s.begin) + i : w.edge_row[s.begin + i];
-        if (!w.dense()) place[n] = w.edge_slot[s.begin + i];
+        row[n] = next.row[n];
+        place[n] = w.dense() ? block.dense_place : next.slot[n];
     }
     int32_t position[a_thread];
     float lse[a_thread];
@@ -254,18 +312,22 @@ __device__ __forceinline__ void find_tokens(const proxy_work &w, const proxy_sha
         position[n] = w.geometry.row_position[row[n]];
         if (with_lse) lse[n] = w.student_lse[int64_t(s.proxy_head) * w.total_q + row[n]];
     }
+    if (ahead) next.ask(w, s, first + batch_tokens);
     named_barrier_sync(1, producer_threads); /* All have read the batch before. */
 #pragma unroll
     for (int n = 0; n < a_thread; n++) {
-        const int32_t i = threadIdx.x + n * producer_threads;
+        const int32_t i = threadIdx.x + n * producer_threads, tile = i / tile_tokens * tile_tokens;
         const int32_t limit = position[n] < 0 ? -1 : position[n] - block.position;
         const bool there = limit >= 0;
         batch.limit[i] = limit;
-        batch.row[i] = there ? row[n] : -1;
+        batch.row[tile + token_rows::slot(i % tile_tokens)] = there ? row[n] : -1;
         const int64_t vector = there ? w.row_number(s.proxy_head, row[n]) : 0;
-        batch.place[i] = there ? int32_t(vector * w.places) + place[n] : -1;
+        batch.place[tile + teacher_rows::slot(i % tile_tokens)] = there ? int32_t(vector * w.places) + place[n] : -1;
         batch.term[i] = int32_t(vector) * w.sum_terms + place[n] / term_places;
         batch.lse[i] = there ? lse[n] : INFINITY;
+        if (!with_whole) continue;
+        const bool whole = __all_sync(0xffffffffu, there) && w.dense();
+        if (i % 32 == 0) batch.whole[i / 32] = whole;
     }
     named_barrier_sync(1, producer_threads);
 }
@@ -275,7 +337,7 @@ __device__ __forceinline__ void keep_tile(const token_batch &tokens, int32_t fir
     const int i = threadIdx.x, from = first + i;
     const int32_t limit = tokens.limit[from];
     tile.limit[i] = limit;
-    tile.place[i] = tokens.place[from];
+    tile.place[i] = tokens.place[first + tile_rows_of_thread<vector_length / 8>::slot(i)];
     tile.term[i] = tokens.term[from];
     tile.lse[i] = tokens.lse[from];
     const uint32_t masked = __any_sync(0xffffffffu, limit < block_keys - 1);
@@ -343,8 +405,19 @@ struct group_memory {
 group_memory take_group(const fmsa_problem *problem, const fmsa_sm90_proxy &proxy, const fmsa_sm90_proxy_group &group,
                         void *memory, int32_t planes, bool computed);
 
-/* Finds the shares of the group and sets the tickets to 0. */
+/* Dense mode: a tile's rows of one proxy head, 64 columns at a time, as load_token_rows() leaves them. */
+fmsa_status map_token_rows(const fmsa_problem *problem, const fmsa_tensor &q_proxy, CUtensorMap *map);
+
+/* Finds the shares of the group and sets the tickets to 0: counts them, which needs nothing but the schedule and may
+ * run beside the kernel before it, then lists them. wait_first: whether the listing follows the counting directly;
+ * otherwise it may run beside the kernel before it, which has waited for the counting before it let the next one begin.
+ */
+fmsa_status count_shares(const proxy_work &w, cudaStream_t stream);
+fmsa_status list_shares(const proxy_work &w, bool wait_first, cudaStream_t stream);
 fmsa_status find_shares(const proxy_work &w, cudaStream_t stream);
+
+/* Beside the kernel before it, which is none that uses the sums. */
+fmsa_status clear_dq_sums(const proxy_work &w, cudaStream_t stream);
 
 /* The LSE of the rows over the places of the group, whose shares have been found. first: nothing was there before.
  * close: whether the large kernel may start while the one before it ends. */

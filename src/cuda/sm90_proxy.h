@@ -10,17 +10,21 @@
  * A backward pass does, all on one stream:
  *
  *     fmsa_sm90_proxy p = fmsa_sm90_proxy_at(problem, tensors, memory);           // fmsa_sm90_proxy_bytes
+ *     clear p.sums
  *     FMSA_TRY(fmsa_sm90_proxy_begin(problem, tensors, &p, geometry, schedule, stream));
  *     for each chunk, for each group of it:
  *         group = {row_begin, row_end, first_block, places}
  *         fmsa_sm90_teacher t = fmsa_sm90_proxy_teacher(problem, &p, &group, chunk_memory, planes); // ..._group_bytes
  *         FMSA_TRY(fmsa_sm90_proxy_prepare(problem, tensors, &p, &group, chunk_memory, planes, stream));
+ *         FMSA_TRY(fmsa_sm90_proxy_list(problem, tensors, &p, &group, chunk_memory, planes, wait_first, stream));
  *         the main backward over the group writes w to t.w
  *         FMSA_TRY(fmsa_sm90_proxy_from_teacher(problem, tensors, &p, &group, chunk_memory, planes, stream));
- *     FMSA_TRY(fmsa_sm90_proxy_finish(problem, tensors, &p, stream));
+ *         FMSA_TRY(fmsa_sm90_proxy_add(problem, tensors, &p, &group, chunk_memory, planes, stream));
+ *     FMSA_TRY(fmsa_sm90_proxy_finish_kl(problem, tensors, stream));
+ *     round fmsa_sm90_proxy_dk(problem, tensors, &p)
  *
- * dq_proxy of a chunk's rows is written by the from_teacher of the chunk's last group; dk_proxy and kl by finish. All
- * outputs are optional. Nothing depends on the order in which thread blocks run when FMSA_FLAG_DETERMINISTIC is set. */
+ * dq_proxy of a chunk's rows is written by the add of the chunk's last group, kl by the last of all. All outputs are
+ * optional. Nothing depends on the order in which thread blocks run when FMSA_FLAG_DETERMINISTIC is set. */
 #ifndef FMSA_CUDA_SM90_PROXY_H
 #define FMSA_CUDA_SM90_PROXY_H
 
@@ -33,6 +37,10 @@
 #include "schedule.h"
 
 #ifdef __cplusplus
+namespace fmsa {
+struct rounding; /* portable_parts.cuh */
+}
+
 extern "C" {
 #endif
 
@@ -69,13 +77,13 @@ typedef struct fmsa_sm90_teacher {
 typedef struct fmsa_sm90_proxy {
     fmsa_cuda_geometry geometry;
     fmsa_cuda_schedule schedule; /* not used in dense mode */
-    float *student_lse;          /* [Hp][Tq], times log2(e) */
-    void *sums;                  /* all below: 0 at first */
+    void *sums;                  /* the next four: 0 at first. They begin the memory that is kept */
     size_t sum_bytes;
     float *dk;            /* [Tk][heads][Dp] sums; NULL if dk_proxy is not wanted */
     int32_t *turns;       /* [Hp][max_key_blocks] in deterministic mode */
-    uint32_t *key_bounds; /* [max_key_blocks][Hpk] where dq_proxy is summed in fp16, see sm90_proxy.cuh */
     double *kl;           /* [1] sum so far */
+    uint32_t *key_bounds; /* [max_key_blocks][Hpk] where dq_proxy is summed in fp16, see sm90_proxy.cuh */
+    float *student_lse;   /* [Hp][Tq], times log2(e) */
 } fmsa_sm90_proxy;
 
 /* Whether these kernels take the problem: 16-bit types, block_size 128. */
@@ -90,7 +98,7 @@ fmsa_sm90_proxy fmsa_sm90_proxy_at(const fmsa_problem *problem, const fmsa_tenso
  * also kept from one group of a chunk to the next: the groups of a chunk have the same rows, places and memory. */
 size_t fmsa_sm90_proxy_group_bytes(const fmsa_problem *problem, int64_t rows, int32_t places, int32_t planes);
 
-/* Clears sums. schedule is NULL in dense mode. */
+/* schedule is NULL in dense mode. */
 fmsa_status fmsa_sm90_proxy_begin(const fmsa_problem *problem, const fmsa_tensors *tensors, fmsa_sm90_proxy *proxy,
                                   const fmsa_cuda_geometry *geometry, const fmsa_cuda_schedule *schedule,
                                   cudaStream_t stream);
@@ -99,23 +107,39 @@ fmsa_sm90_teacher fmsa_sm90_proxy_teacher(const fmsa_problem *problem, const fms
                                           const fmsa_sm90_proxy_group *group, void *group_memory, int32_t planes);
 
 /* Before the main backward over the group: what does not need the teacher, but the student's LSE of a chunk that is one
- * group. */
+ * group. Its kernels run beside those before and behind them: who reads what they write has ended or waits. */
 fmsa_status fmsa_sm90_proxy_prepare(const fmsa_problem *problem, const fmsa_tensors *tensors,
                                     const fmsa_sm90_proxy *proxy, const fmsa_sm90_proxy_group *group,
                                     void *group_memory, int32_t planes, cudaStream_t stream);
 
-/* The group's share of everything. Its first kernel may start early: the kernel before it on the stream is the main
- * backward or does not allow it. */
+/* Lists what prepare has counted. wait_first: unless the kernel before it has waited for prepare's kernels before it
+ * let this one begin. */
+fmsa_status fmsa_sm90_proxy_list(const fmsa_problem *problem, const fmsa_tensors *tensors, const fmsa_sm90_proxy *proxy,
+                                 const fmsa_sm90_proxy_group *group, void *group_memory, int32_t planes,
+                                 bool wait_first, cudaStream_t stream);
+
+/* The group's share of everything but dq_proxy. Its first kernel may start early: the kernel before it on the stream is
+ * the main backward or does not allow it. Its last one lets the next begin when all before it is complete; it has none
+ * where the group has no places. */
+bool fmsa_sm90_proxy_has_places(const fmsa_problem *problem, const fmsa_sm90_proxy_group *group);
 fmsa_status fmsa_sm90_proxy_from_teacher(const fmsa_problem *problem, const fmsa_tensors *tensors,
                                          const fmsa_sm90_proxy *proxy, const fmsa_sm90_proxy_group *group,
                                          void *group_memory, int32_t planes, cudaStream_t stream);
 
-/* dk_proxy and kl. */
-fmsa_status fmsa_sm90_proxy_finish(const fmsa_problem *problem, const fmsa_tensors *tensors,
-                                   const fmsa_sm90_proxy *proxy, cudaStream_t stream);
+/* Adds the group's terms of dq_proxy. No kernel behind it begins before it has ended. */
+fmsa_status fmsa_sm90_proxy_add(const fmsa_problem *problem, const fmsa_tensors *tensors, const fmsa_sm90_proxy *proxy,
+                                const fmsa_sm90_proxy_group *group, void *group_memory, int32_t planes,
+                                cudaStream_t stream);
+
+/* kl, where there was nothing to do before. */
+fmsa_status fmsa_sm90_proxy_finish_kl(const fmsa_problem *problem, const fmsa_tensors *tensors, cudaStream_t stream);
 
 #ifdef __cplusplus
 }
+
+/* What is to be rounded to dk_proxy, if that is wanted. */
+fmsa::rounding fmsa_sm90_proxy_dk(const fmsa_problem *problem, const fmsa_tensors *tensors,
+                                  const fmsa_sm90_proxy *proxy);
 #endif
 
 #endif

@@ -2,33 +2,34 @@
  * log r), dk_proxy += dS^T q_proxy, dq_proxy = dS k_proxy.
  *
  * Key-outer, persistent, one block of four warpgroups a multiprocessor; a tile is 64 tokens (N) x the block's 128 keys.
- * Warpgroup 0 produces: shares by ticket; key rows, token rows and teacher rows by cp.async. Warpgroups 1 and 2 take
- * turns at the tiles: twice 64 keys (M) of S^T by wgmma m64n64, dS in registers and as [token][key] to shared memory;
- * one's products run beside the other's exponentials. Warpgroup 3 multiplies: dq_proxy = dS k_proxy by m64nDp, and
- * beside its epilogue dk_proxy += dS^T q_proxy by two m64nDp. dq_proxy is added to fp16 sums (see
- * proxy_work::dq_scale). Where the order must not count, or the result has more bits, it is left as a term for each
- * (row, place) in 16 bits with a scale of its own power of two, in the place of the teacher row: 11 bits of its largest
- * element. dk_proxy is added in fp32, once a share. The thread block that is done last adds up the KL value.
+ * Warpgroup 0 produces: shares by ticket; key rows, token rows and teacher rows by cp.async, or where a tile's tokens
+ * are neighbours of dense mode by the TMA. Warpgroups 1 and 2 take turns at the tiles: twice 64 keys (M) of S^T by
+ * wgmma m64n64, dS in registers and as [token][key] to shared memory, where it takes the place of the teacher: a warp
+ * writes only what it alone has read. One's products run beside the other's exponentials. Warpgroup 3 multiplies:
+ * dq_proxy = dS k_proxy by m64nDp, and beside its epilogue dk_proxy += dS^T q_proxy by two m64nDp. dq_proxy is added to
+ * fp16 sums (see proxy_work::dq_scale). Where the order must not count, or the result has more bits, it is left as a
+ * term for each (row, place) in 16 bits with a scale of its own power of two, in the place of the teacher row: 11 bits
+ * of its largest element. dk_proxy is added in fp32, once a share. The thread block that is done last adds up the KL
+ * value.
  *
- * Barriers: full[stage] from the producer's 128 copies and 64 token writers to warpgroups 1 and 2 (and through them to
- * 3), empty[stage] back from the 8 warps that use the tile; teacher_full and teacher_empty the same for teacher rows,
- * with the 4 warps that read them; ds_full[i] from the 4 warps of warpgroup 1 + i to warpgroup 3, ds_empty[i] back from
- * its 4; key_full and key_empty for a share's keys, with all 12. The tokens' data has eight places: no more than four
- * tiles are under way. Registers: producer 72, warpgroups 1 and 2 104 (S 32, dS 16), warpgroup 3 232 (dk_proxy 128,
- * dq_proxy 64). Shared memory (Dp = 128): keys 64 KB, four stages of 64 rows 64 KB, three of teacher rows 48 KB, dS 32
- * KB, tokens 18 KB. A teacher row's 16-byte chunks are permuted, so that four lanes with two tokens each meet different
- * banks. Floor: 6 * 128 * Dp FLOPs a (row, place): 1,536 clocks a tile at Dp = 128; its operands pass shared memory in
- * about 1,900; 256 B of memory a (row, place), 512 with terms. Measured on an H200, 64/4/4/1 heads, 32,768 tokens, k =
- * 16: 3,800 clocks a tile, 0.53 ms. */
+ * Barriers: full[stage] from the producer's 128 threads or their copies and 64 token writers to warpgroups 1 and 2 (and
+ * through them to 3), empty[stage] back from the 4 warps of warpgroup 3, which uses the tile last; teacher_full and
+ * teacher_empty the same for teacher rows; ds_full, for these too, from the 4 warps that made dS of them to warpgroup
+ * 3; key_full and key_empty for a share's keys, with all 12. The tokens' data has eight
+ * places: no more than four tiles are under way. Registers: producer 72, warpgroups 1 and 2 104 (S 32, dS 16),
+ * warpgroup 3 232 (dk_proxy 128, dq_proxy 64). Shared memory (Dp = 128): keys 64 KB, four stages of 64 rows 64 KB,
+ * five of teacher rows and dS 80 KB, tokens 18 KB. Floor: 6 * 128 * Dp FLOPs a (row, place): 1,536 clocks a tile at
+ * Dp = 128; its operands pass shared memory in about 1,900; 512 B of memory. */
 #include "sm90_proxy.cuh"
 
 namespace fmsa::proxy {
 
 constexpr int difference_warps = 8, difference_threads = 32 * difference_warps;
-constexpr int gradient_threads = 512, gradient_stages = 4, teacher_stages = 3, ds_buffers = 2, key_buffers = 2;
+constexpr int gradient_threads = 512, gradient_stages = 4, teacher_stages = 5, key_buffers = 2;
 
 template <typename T>
 struct gradient_parameters {
+    CUtensorMap q_map, teacher_map; /* dense mode */
     proxy_work w;
     view<const T> q_proxy, k_proxy;
     int32_t proxy_heads_per_key_head;
@@ -47,13 +48,12 @@ template <int D>
 struct gradient_memory {
     alignas(1024) char keys[key_buffers][block_keys * D * 2];
     alignas(1024) char rows[gradient_stages][tile_tokens * D * 2];
-    alignas(1024) char ds[ds_buffers][tile_tokens * block_keys * 2];
-    alignas(1024) char teacher[teacher_stages][tile_tokens * 2 * vector_length];
+    alignas(1024) char teacher[teacher_stages][tile_tokens * 2 * vector_length]; /* then dS */
     token_tile tokens[token_places];
     token_batch batch;
     share_data shares[key_buffers];
-    uint64_t full[gradient_stages], empty[gradient_stages], ds_full[ds_buffers], ds_empty[ds_buffers];
-    uint64_t teacher_full[teacher_stages], teacher_empty[teacher_stages];
+    uint64_t full[gradient_stages], empty[gradient_stages];
+    uint64_t teacher_full[teacher_stages], ds_full[teacher_stages], teacher_empty[teacher_stages];
     uint64_t key_full[key_buffers], key_empty[key_buffers];
     int32_t next_share, blocks_done;
     double warp_sum[difference_warps];
@@ -62,22 +62,20 @@ static_assert(sizeof(gradient_memory<128>) <= most_block_memory, "a block has no
 
 /* ---- Warpgroup 0. ---- */
 
-/* Bytes of a teacher row's 16-byte chunk: the four pairs of tokens that a warp reads at once differ in two bits of it.
- */
-__device__ __forceinline__ int teacher_offset(int token, int chunk) {
-    return token * (2 * vector_length) + ((chunk ^ token / 2 % 4 * 2) << 4);
-}
-
-/* By cp.async as all else: a bulk copy a row would be issued thread after thread. */
+/* Teacher rows lie as token rows do: then the four pairs of tokens that a warp reads at once meet different banks. By
+ * cp.async: a bulk copy a row would be issued thread after thread. */
 __device__ __forceinline__ void
 load_teacher_rows(uint32_t destination, const tile_rows_of_thread<vector_length / 8> &places, const uint16_t *vectors) {
-    const uint16_t *const begin = vectors + 8 * places.chunk();
-#pragma unroll
-    for (int n = 0; n < places.count; n++) {
-        const int32_t place = places.number[n];
-        cp_async_16(destination + teacher_offset(places.row(n), places.chunk()),
-                    begin + int64_t(max(place, 0)) * vector_length, place >= 0);
-    }
+    places.copy(destination, vectors, vector_length * sizeof(uint16_t));
+}
+
+/* place: of the block in the group. vector: of the first row, counted by (proxy head, row). */
+__device__ __forceinline__ void load_whole_teacher(uint32_t destination, const CUtensorMap *map, uint32_t barrier,
+                                                   int32_t place, int32_t vector) {
+    arrive_with_loads(barrier, tile_tokens * vector_length * 2, [&] {
+        for (int column = 0; column < vector_length; column += 64)
+            tma_load_3d(destination + column * (tile_tokens * 2), map, barrier, column, place, vector);
+    });
 }
 
 template <typename T, int D>
@@ -99,6 +97,8 @@ __device__ __forceinline__ void produce(const gradient_parameters<T> &a, gradien
             barrier_arrive_after_copies(key_full);
             return;
         }
+        next_tokens next;
+        next.ask(w, s, 0);
         const block_place block(w, s.block);
         if (tid == 0) describe_share(w, s, block, number, m.shares[buffer.index]);
         load_key_rows<D>(shared_address(m.keys[buffer.index]), a.k_proxy, block.key_row, block.keys,
@@ -109,13 +109,19 @@ __device__ __forceinline__ void produce(const gradient_parameters<T> &a, gradien
 
         for (int32_t t = 0; t < tiles_of(s); t++, tile++) {
             const int32_t first = t * tile_tokens % batch_tokens;
-            if (first == 0) find_tokens<true>(w, s, block, t * tile_tokens, m.batch);
+            if (first == 0) find_tokens<D / 8, true, true, true>(w, s, block, t * tile_tokens, next, m.batch);
             tile_rows_of_thread<D / 8> rows;
             rows.read(m.batch.row + first);
             const uint32_t full = shared_address(&m.full[stage.index]);
             barrier_wait(shared_address(&m.empty[stage.index]), stage.phase ^ 1);
-            load_token_rows<D>(shared_address(m.rows[stage.index]), rows, a.q_proxy, s.proxy_head);
-            barrier_arrive_after_copies(full);
+            const bool whole = m.batch.whole_tile(first);
+            const int32_t row = static_cast<int32_t>(s.begin) + t * tile_tokens; /* dense mode */
+            if (whole) {
+                load_whole_rows<D>(shared_address(m.rows[stage.index]), &a.q_map, full, s.proxy_head, row);
+            } else {
+                load_token_rows<D>(shared_address(m.rows[stage.index]), rows, a.q_proxy, s.proxy_head);
+                barrier_arrive_after_copies(full);
+            }
             if (tid < tile_tokens) {
                 keep_tile(m.batch, first, m.tokens[tile % token_places]);
                 barrier_arrive(full);
@@ -123,8 +129,14 @@ __device__ __forceinline__ void produce(const gradient_parameters<T> &a, gradien
             tile_rows_of_thread<vector_length / 8> places;
             places.read(m.batch.place + first);
             barrier_wait(shared_address(&m.teacher_empty[teacher.index]), teacher.phase ^ 1);
-            load_teacher_rows(shared_address(m.teacher[teacher.index]), places, w.vectors);
-            barrier_arrive_after_copies(shared_address(&m.teacher_full[teacher.index]));
+            const uint32_t teacher_full = shared_address(&m.teacher_full[teacher.index]);
+            if (whole) {
+                load_whole_teacher(shared_address(m.teacher[teacher.index]), &a.teacher_map, teacher_full,
+                                   block.dense_place, static_cast<int32_t>(w.row_number(s.proxy_head, row)));
+            } else {
+                load_teacher_rows(shared_address(m.teacher[teacher.index]), places, w.vectors);
+                barrier_arrive_after_copies(teacher_full);
+            }
             stage.advance();
             teacher.advance();
         }
@@ -150,7 +162,8 @@ __device__ __forceinline__ void differ(uint32_t (&ds)[16], float &kl, const floa
     float terms[2] = {0, 0};
     /* Pair 8 * m + g of a row, in chunk 2 * m + g / 4, is keys 16 * m + g and + 8. */
     const int chunk = own.key / 16 * 2 + own.key % 8 / 4;
-    const char *const pairs = teacher + teacher_offset(own.column, chunk) + own.key % 4 * 4;
+    const char *const pairs[2] = {teacher + chunk_offset<tile_tokens>(own.column, chunk) + own.key % 4 * 4,
+                                  teacher + chunk_offset<tile_tokens>(own.column + 1, chunk) + own.key % 4 * 4};
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         const float2 lse = *reinterpret_cast<const float2 *>(&tokens.lse[8 * j + own.column]);
@@ -159,8 +172,7 @@ __device__ __forceinline__ void differ(uint32_t (&ds)[16], float &kl, const floa
         float difference[2][2];
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-            const float2 w_scaled =
-                unpack_pair(*reinterpret_cast<const uint32_t *>(pairs + (8 * j + e) * (2 * vector_length)), __half());
+            const float2 w_scaled = unpack_pair(*reinterpret_cast<const uint32_t *>(pairs[e] + 8 * j * 128), __half());
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const bool seen = !masked || own.key + 8 * half <= (e == 0 ? limit.x : limit.y);
@@ -189,15 +201,14 @@ struct difference_maker {
     float kl;
     ring_place<gradient_stages> stage;
     ring_place<teacher_stages> teacher;
-    uint32_t tile;      /* the next */
-    uint32_t ds_parity; /* of the warpgroup's own buffer */
+    uint32_t tile; /* the next */
 
     __device__ __forceinline__ difference_maker(const gradient_parameters<T> &a, gradient_memory<D> &m)
         : a(a), m(m), lane(threadIdx.x & 31), warp(threadIdx.x % 128 / 32), warpgroup(threadIdx.x / 128 - 1),
-          stage(warpgroup), teacher(warpgroup), tile(warpgroup), ds_parity(1) {
+          stage(warpgroup), teacher(warpgroup), tile(warpgroup) {
     }
 
-    /* dS of a half's keys, to shared memory. */
+    /* dS of a half's keys, to where their teacher was. */
     __device__ __forceinline__ void make_ds(const float (&s)[32], int half) {
         const token_tile &tokens = m.tokens[tile % token_places];
         const char *const rows = m.teacher[teacher.index];
@@ -212,7 +223,7 @@ struct difference_maker {
         }
         /* stmatrix: a lane gives the row of 8 keys of token lane % 8 + 8 * (lane / 16), from key 8 * (lane / 8 % 2) on.
          */
-        const uint32_t target = shared_address(m.ds[warpgroup]) + half * (tile_tokens * 128) +
+        const uint32_t target = shared_address(rows) + half * (tile_tokens * 128) +
                                 chunk_offset<tile_tokens>(lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2);
 #pragma unroll
         for (int i = 0; i < tile_tokens / 16; i++)
@@ -228,25 +239,17 @@ struct difference_maker {
         for (int half = 0; half < 2; half++) {
             float s[32];
             multiply_keys_by_rows<D>(s, keys + half * (64 * 128 >> 4), rows, T());
-            if (half == 0) {
-                barrier_wait(shared_address(&m.teacher_full[teacher.index]), teacher.phase);
-                barrier_wait(shared_address(&m.ds_empty[warpgroup]), ds_parity);
-            }
+            if (half == 0) barrier_wait(shared_address(&m.teacher_full[teacher.index]), teacher.phase);
             wgmma_wait<0>();
             pin(s);
             make_ds(s, half);
         }
         fence_async_proxy();
         __syncwarp();
-        if (lane == 0) {
-            barrier_arrive(shared_address(&m.empty[stage.index]));
-            barrier_arrive(shared_address(&m.teacher_empty[teacher.index]));
-            barrier_arrive(shared_address(&m.ds_full[warpgroup]));
-        }
+        if (lane == 0) barrier_arrive(shared_address(&m.ds_full[teacher.index]));
         stage.advance(2);
         teacher.advance(2);
         tile += 2;
-        ds_parity ^= 1;
     }
 
     /* first_tile: of the share, among all of the thread block's. Which warpgroup had the share's even tiles depends on
@@ -307,6 +310,17 @@ struct difference_maker {
 
 /* ---- Warpgroup 3: the products with dS. ---- */
 
+/* The thread's columns of the 32 from 32 * c on of row g (half 0) or g + 8 of x, scaled. */
+template <int D>
+__device__ __forceinline__ void pack_columns(uint32_t (&pair)[4], const float (&x)[D / 2], int c, int half,
+                                             float scale) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float *two = &x[4 * (4 * c + i) + 2 * half];
+        pair[i] = pack_pair(two[0] * scale, two[1] * scale, __half());
+    }
+}
+
 /* One row's columns 8 * j + column + {0, 1} of x, for rows g (half 0) or g + 8, to the term of its place. Four lanes
  * hold a row; each writes 16 bytes of every 64. */
 template <int D>
@@ -328,11 +342,7 @@ __device__ __forceinline__ void write_term(const proxy_work &w, int32_t place, i
 #pragma unroll
     for (int c = 0; c < D / 32; c++) {
         uint32_t pair[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float *two = &x[4 * (4 * c + i) + 2 * half];
-            pair[i] = pack_pair(two[0] * scale, two[1] * scale, __half());
-        }
+        pack_columns<D>(pair, x, c, half, scale);
         target[4 * c] = make_uint4(pair[0], pair[1], pair[2], pair[3]);
     }
 }
@@ -346,11 +356,7 @@ __device__ __forceinline__ void add_term(const proxy_work &w, int32_t term, floa
 #pragma unroll
     for (int c = 0; c < D / 32; c++) {
         uint32_t pair[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float *two = &x[4 * (4 * c + i) + 2 * half];
-            pair[i] = pack_pair(two[0] * scale, two[1] * scale, __half());
-        }
+        pack_columns<D>(pair, x, c, half, scale);
         reduce_add_8(target + 32 * c, pair);
     }
 }
@@ -390,7 +396,7 @@ struct product_maker {
     const int lane, warp;
     float dk[2][D / 2]; /* of either 64 keys */
     ring_place<gradient_stages> stage;
-    ring_place<ds_buffers> ds_buffer;
+    ring_place<teacher_stages> teacher;
     uint32_t tile;
 
     __device__ __forceinline__ product_maker(const gradient_parameters<T> &a, gradient_memory<D> &m)
@@ -429,8 +435,8 @@ struct product_maker {
     __device__ __forceinline__ void multiply_tile(uint64_t keys, float scale) {
         /* Those who made dS have waited for the rows, and fenced them and dS. A fence here would wait for the terms of
          * the tile before on their way to memory. */
-        barrier_wait(shared_address(&m.ds_full[ds_buffer.index]), ds_buffer.phase);
-        const uint32_t ds = shared_address(m.ds[ds_buffer.index]), rows = shared_address(m.rows[stage.index]);
+        barrier_wait(shared_address(&m.ds_full[teacher.index]), teacher.phase);
+        const uint32_t ds = shared_address(m.teacher[teacher.index]), rows = shared_address(m.rows[stage.index]);
         const token_tile &tokens = m.tokens[tile % token_places];
         const int row = 16 * warp + lane / 4;
         const int32_t place[2] = {tokens.place[row], tokens.place[row + 8]};
@@ -454,10 +460,10 @@ struct product_maker {
         pin(dk[1]);
         __syncwarp();
         if (lane == 0) {
-            barrier_arrive(shared_address(&m.ds_empty[ds_buffer.index]));
+            barrier_arrive(shared_address(&m.teacher_empty[teacher.index]));
             barrier_arrive(shared_address(&m.empty[stage.index]));
         }
-        ds_buffer.advance();
+        teacher.advance();
         stage.advance();
         tile++;
     }
@@ -525,19 +531,15 @@ __global__ void __launch_bounds__(gradient_threads, 1)
     gradient_kernel(const __grid_constant__ gradient_parameters<T> a) {
     extern __shared__ __align__(1024) char memory[];
     gradient_memory<D> &m = *reinterpret_cast<gradient_memory<D> *>(memory);
-    allow_next_grid();
     if (threadIdx.x == 0) {
         for (int i = 0; i < gradient_stages; i++) {
             barrier_init(shared_address(&m.full[i]), producer_threads + tile_tokens);
-            barrier_init(shared_address(&m.empty[i]), 8);
+            barrier_init(shared_address(&m.empty[i]), 4);
         }
         for (int i = 0; i < teacher_stages; i++) {
             barrier_init(shared_address(&m.teacher_full[i]), producer_threads);
-            barrier_init(shared_address(&m.teacher_empty[i]), 4);
-        }
-        for (int i = 0; i < ds_buffers; i++) {
             barrier_init(shared_address(&m.ds_full[i]), 4);
-            barrier_init(shared_address(&m.ds_empty[i]), 4);
+            barrier_init(shared_address(&m.teacher_empty[i]), 4);
         }
         for (int i = 0; i < key_buffers; i++) {
             barrier_init(shared_address(&m.key_full[i]), 2 * producer_threads);
@@ -546,6 +548,7 @@ __global__ void __launch_bounds__(gradient_threads, 1)
         barrier_init_fence();
     }
     wait_for_grid_before();
+    allow_next_grid();
     __syncthreads();
     const int role = uniform(threadIdx.x / 128);
     if (role == 0) {
@@ -563,6 +566,24 @@ __global__ void __launch_bounds__(gradient_threads, 1)
 /* ---- Host. ---- */
 
 constexpr double log_2 = 0.69314718055994530942;
+
+/* A tile's rows of one place, 64 keys at a time. */
+static fmsa_status map_teacher(const proxy_work &w, CUtensorMap *map) {
+    fmsa_tensor_map_shape shape = {};
+    shape.type = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    shape.element_bytes = 2;
+    shape.rank = 3;
+    shape.size[0] = vector_length;
+    shape.size[1] = w.places;
+    shape.size[2] = int64_t(w.row_end - w.row_begin) * w.proxy_heads;
+    shape.stride[1] = vector_length;
+    shape.stride[2] = int64_t(w.places) * vector_length;
+    shape.box[0] = 64;
+    shape.box[1] = 1;
+    shape.box[2] = tile_tokens;
+    shape.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+    return fmsa_tensor_map(map, w.vectors, &shape);
+}
 
 template <typename T, int D>
 static fmsa_status launch_gradient(const fmsa_problem *problem, const fmsa_tensors *t, const fmsa_sm90_proxy &proxy,
@@ -582,6 +603,10 @@ static fmsa_status launch_gradient(const fmsa_problem *problem, const fmsa_tenso
     p.dk = proxy.dk;
     p.dk_heads = dk_sum_heads(problem);
     p.turns = in_order(problem) ? proxy.turns : nullptr;
+    if (is_dense(problem)) {
+        FMSA_TRY(map_token_rows(problem, t->q_proxy, &p.q_map));
+        FMSA_TRY(map_teacher(p.w, &p.teacher_map));
+    }
     unsigned blocks;
     FMSA_TRY(multiprocessors(&blocks));
     return launch_close("proxy loss", gradient_kernel<T, D>, dim3(blocks), gradient_threads, sizeof(gradient_memory<D>),

@@ -43,7 +43,9 @@ __device__ __forceinline__ int32_t share_length(const proxy_work &w, int32_t tok
 
 /* counting: writes the number of shares of each (segment, proxy head). Otherwise: writes the shares. */
 __global__ void __launch_bounds__(find_threads)
-    find_shares_kernel(const __grid_constant__ proxy_work w, bool counting) {
+    find_shares_kernel(const __grid_constant__ proxy_work w, bool counting, bool wait_first) {
+    allow_next_grid();
+    if (wait_first) wait_for_grid_before();
     const int32_t group = blockIdx.x, proxy_head = group % w.proxy_heads;
     const int32_t row_begin = w.row_begin + group / w.proxy_heads * w.segment_rows;
     const int32_t row_end = min(row_begin + w.segment_rows, w.row_end);
@@ -72,23 +74,53 @@ __global__ void __launch_bounds__(find_threads)
             w.shares[place++] = {part.begin + done, count, block, proxy_head, 0};
         }
     }
-    if (threadIdx.x != 0) return;
-    if (counting) {
-        w.group_shares[group] = before;
-    } else if (group == static_cast<int32_t>(gridDim.x) - 1) {
+    if (threadIdx.x == 0 && counting) w.group_shares[group] = before;
+    if (threadIdx.x == 0 && !counting && group == static_cast<int32_t>(gridDim.x) - 1) {
         *w.num_shares = before;
         for (int i = 0; i < TICKETS; i++)
             w.tickets[i] = 0;
     }
+    wait_for_grid_before();
+}
+
+static fmsa_status launch_find(const proxy_work &w, bool counting, bool wait_first, cudaStream_t stream) {
+    const unsigned segments = fmsa_cuda_grid(w.row_end - w.row_begin, w.segment_rows);
+    return launch_close("shares of the proxy loss", find_shares_kernel, dim3(segments * w.proxy_heads), find_threads, 0,
+                        stream, w, counting, wait_first);
+}
+
+fmsa_status count_shares(const proxy_work &w, cudaStream_t stream) {
+    return launch_find(w, true, false, stream);
+}
+
+fmsa_status list_shares(const proxy_work &w, bool wait_first, cudaStream_t stream) {
+    return launch_find(w, false, wait_first, stream);
 }
 
 fmsa_status find_shares(const proxy_work &w, cudaStream_t stream) {
-    const unsigned segments = fmsa_cuda_grid(w.row_end - w.row_begin, w.segment_rows);
-    for (const bool counting : {true, false}) {
-        FMSA_TRY(launch("shares of the proxy loss", find_shares_kernel, dim3(segments * w.proxy_heads), find_threads, 0,
-                        stream, w, counting));
-    }
-    return FMSA_OK;
+    FMSA_TRY(count_shares(w, stream));
+    return list_shares(w, true, stream);
+}
+
+/* ---- Sums of dq_proxy. ---- */
+
+constexpr int clearing_threads = 256;
+
+/* Beside the kernels before it: see fmsa_sm90_proxy_prepare(). */
+__global__ void __launch_bounds__(clearing_threads) clear_kernel(uint4 *memory, int64_t count) {
+    allow_next_grid();
+    for (int64_t i = int64_t(blockIdx.x) * clearing_threads + threadIdx.x; i < count;
+         i += int64_t(gridDim.x) * clearing_threads)
+        memory[i] = make_uint4(0, 0, 0, 0);
+    wait_for_grid_before();
+}
+
+fmsa_status clear_dq_sums(const proxy_work &w, cudaStream_t stream) {
+    const int64_t chunks = int64_t(w.row_end - w.row_begin) * w.proxy_heads * w.sum_terms * (vector_length / 8);
+    constexpr int chunks_of_thread = 8;
+    return launch_close("clearing dq_proxy", clear_kernel,
+                        dim3(fmsa_cuda_grid(chunks, clearing_threads * chunks_of_thread)), clearing_threads, 0, stream,
+                        reinterpret_cast<uint4 *>(w.dq_sums), chunks);
 }
 
 /* ---- Planes of the teacher: added to the first, in order. A half warp a (proxy head, row, place). ---- */
@@ -137,6 +169,7 @@ template <typename T, int D>
 __global__ void __launch_bounds__(bound_threads)
     key_bounds_kernel(view<const T> k, fmsa_cuda_geometry geometry, uint32_t *bounds) {
     constexpr int chunks = D / 8;
+    allow_next_grid();
     const int32_t block = blockIdx.x, head = blockIdx.y;
     const int32_t begin = geometry.block_k_begin[block], end = geometry.block_k_end[block];
     float greatest = 0;
@@ -151,8 +184,9 @@ __global__ void __launch_bounds__(bound_threads)
         }
     }
     const uint32_t all = __reduce_max_sync(0xffffffffu, __float_as_uint(greatest));
-    if (threadIdx.x % 32 != 0) return;
-    atomicMax(bounds + int64_t(block - geometry.block_number[block]) * gridDim.y + head, all);
+    if (threadIdx.x % 32 == 0)
+        atomicMax(bounds + int64_t(block - geometry.block_number[block]) * gridDim.y + head, all);
+    wait_for_grid_before();
 }
 
 fmsa_status find_key_bounds(const fmsa_problem *problem, const fmsa_tensors *tensors,
@@ -161,12 +195,12 @@ fmsa_status find_key_bounds(const fmsa_problem *problem, const fmsa_tensors *ten
     return with_16_bit_type_and_dim(c->dtype, c->proxy_head_dim, [&](auto type, auto dim) {
         typedef decltype(type) T;
         const dim3 grid(static_cast<unsigned>(problem->max_key_blocks), c->num_proxy_kv_heads);
-        return launch("proxy key bounds", key_bounds_kernel<T, decltype(dim)::value>, grid, bound_threads, 0, stream,
-                      view<const T>(tensors->k_proxy), geometry, bounds);
+        return launch_close("proxy key bounds", key_bounds_kernel<T, decltype(dim)::value>, grid, bound_threads, 0,
+                            stream, view<const T>(tensors->k_proxy), geometry, bounds);
     });
 }
 
-/* ---- dq_proxy: Dp / 8 lanes a (proxy head, row) add its terms in the order of its places. ---- */
+/* ---- dq_proxy: Dp / 8 lanes a row of proxy head blockIdx.y add its terms in the order of its places. ---- */
 
 struct term_parameters {
     proxy_work w;
@@ -195,14 +229,12 @@ __device__ __forceinline__ void transpose_pairs(uint32_t (&pair)[4]) {
 template <typename T, int D>
 __global__ void __launch_bounds__(vector_threads) add_terms_kernel(const __grid_constant__ term_parameters a) {
     constexpr int lanes = D / 8;
-    wait_for_grid_before();
     const proxy_work &w = a.w;
-    const int64_t rows = w.row_end - w.row_begin, total = rows * w.proxy_heads;
     const int64_t number = int64_t(blockIdx.x) * (vector_threads / lanes) + threadIdx.x / lanes;
-    const int64_t vector = min(number, total - 1); /* whole warps stay for the transpose */
+    const bool there = number < w.row_end - w.row_begin; /* whole warps stay for the transpose */
     const int lane = threadIdx.x % lanes;
-    const int32_t proxy_head = static_cast<int32_t>(vector / rows);
-    const int32_t row = w.row_begin + static_cast<int32_t>(vector % rows);
+    const int32_t proxy_head = blockIdx.y, row = there ? w.row_begin + static_cast<int32_t>(number) : w.row_end - 1;
+    const int64_t vector = w.row_number(proxy_head, row);
     const bool summed = w.dq_sums != nullptr;
     const int32_t places = w.places_of(proxy_head, row);
     const int32_t count = summed ? (places + term_places - 1) / term_places : places;
@@ -211,6 +243,8 @@ __global__ void __launch_bounds__(vector_threads) add_terms_kernel(const __grid_
     const uint4 *term =
         reinterpret_cast<const uint4 *>(summed ? w.dq_sums : w.vectors) + first * (vector_length / 8) + lane;
     const float scale_back = summed ? 1 / w.dq_scale(w.geometry.row_first_block[row], proxy_head) : 0;
+    const float factor = a.device_factor == nullptr ? a.factor : a.factor * *a.device_factor;
+    wait_for_grid_before(); /* for the terms; what is above was there before */
     float4 *kept = reinterpret_cast<float4 *>(a.sums) + (vector * lanes + lane) * 2;
     float sum[8] = {};
     if (!a.first) {
@@ -222,27 +256,26 @@ __global__ void __launch_bounds__(vector_threads) add_terms_kernel(const __grid_
     for (int32_t p = 0; p < count; p++) {
         const uint4 x = __ldcs(term + int64_t(p) * (vector_length / 8));
         const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
-        const float factor = summed ? scale_back : scale[p];
+        const float back = summed ? scale_back : scale[p];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const float2 two = unpack_pair(pairs[i], __half());
-            sum[2 * i] = fmaf(two.x, factor, sum[2 * i]);
-            sum[2 * i + 1] = fmaf(two.y, factor, sum[2 * i + 1]);
+            sum[2 * i] = fmaf(two.x, back, sum[2 * i]);
+            sum[2 * i + 1] = fmaf(two.y, back, sum[2 * i + 1]);
         }
     }
     if (!a.last) {
-        if (number >= total) return;
+        if (!there) return;
         kept[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
         kept[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
         return;
     }
-    const float factor = a.device_factor == nullptr ? a.factor : a.factor * *a.device_factor;
     uint32_t pair[4];
 #pragma unroll
     for (int i = 0; i < 4; i++)
         pair[i] = pack_pair(sum[2 * i] * factor, sum[2 * i + 1] * factor, T());
     transpose_pairs(pair);
-    if (number >= total) return;
+    if (!there) return;
     const view<T> out(static_cast<T *>(a.out.data), a.out.row_stride, a.out.head_stride);
     *reinterpret_cast<uint4 *>(out.at(row, proxy_head) + 8 * lane) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
 }
@@ -260,9 +293,10 @@ fmsa_status add_terms(const fmsa_problem *problem, const fmsa_tensors *t, const 
     p.out = t->dq_proxy;
     return with_16_bit_type_and_dim(c->dtype, c->proxy_head_dim, [&](auto type, auto dim) {
         constexpr int D = decltype(dim)::value;
-        const int64_t lanes = int64_t(p.w.row_end - p.w.row_begin) * p.w.proxy_heads * (D / 8);
-        return launch_close("terms of dq_proxy", add_terms_kernel<decltype(type), D>,
-                            dim3(fmsa_cuda_grid(lanes, vector_threads)), vector_threads, 0, stream, p);
+        const int64_t lanes = int64_t(p.w.row_end - p.w.row_begin) * (D / 8);
+        const dim3 grid(fmsa_cuda_grid(lanes, vector_threads), p.w.proxy_heads);
+        return launch_close("terms of dq_proxy", add_terms_kernel<decltype(type), D>, grid, vector_threads, 0, stream,
+                            p);
     });
 }
 

@@ -6,12 +6,12 @@
  * so the result is the same on every run.
  *
  * Warpgroup 0 produces: it takes shares by ticket, copies the share's keys (two buffers) and the tokens' rows (eight
- * stages of 64) by cp.async; warpgroups 1-3 take the tiles in turn, so that the exponentials of two run beside the
- * product of the third. Barriers: full[stage] from the producer's 128 copies and 64 token writers to the tile's
- * warpgroup, empty[stage] back from its 4 warps; key_full and key_empty the same for a share, with all 12 warps.
- * Registers: 128 a thread; S takes 64. Shared memory (Dp = 128): keys 64 KB, stages 128 KB, tokens 16 KB.
- * Floor: 2 * 128 * Dp FLOPs and 128 exponentials a (row, place): both 1,024 clocks for 128 of them at Dp = 128.
- * Measured on an H200, 64/4/4/1 heads, 32,768 tokens, k = 16: 1,440 clocks a tile, 0.20 ms. */
+ * stages of 64) by cp.async, or where a tile's tokens are neighbours of dense mode by the TMA; warpgroups 1-3 take the
+ * tiles in turn, so that the exponentials of two run beside the product of the third. Barriers: full[stage] from the
+ * producer's 128 threads or their copies and 64 token writers to the tile's warpgroup, empty[stage] back from its 4
+ * warps; key_full and key_empty the same for a share, with all 12 warps. Registers: 128 a thread; S takes 64. Shared
+ * memory (Dp = 128): keys 64 KB, stages 128 KB, tokens 16 KB. Floor: 2 * 128 * Dp FLOPs and 128 exponentials a (row,
+ * place): both 1,024 clocks for 128 of them at Dp = 128. */
 #include "sm90_proxy.cuh"
 
 namespace fmsa::proxy {
@@ -20,6 +20,7 @@ constexpr int student_threads = 512, consumers = 3, key_buffers = 2, student_sta
 
 template <typename T>
 struct student_parameters {
+    CUtensorMap q_map; /* dense mode */
     proxy_work w;
     view<const T> q_proxy, k_proxy;
     int32_t proxy_heads_per_key_head;
@@ -56,6 +57,8 @@ __device__ __forceinline__ void produce(const student_parameters<T> &a, student_
             barrier_arrive_after_copies(key_full);
             return;
         }
+        next_tokens next;
+        next.ask(w, s, 0);
         const block_place block(w, s.block);
         if (tid == 0) describe_share(w, s, block, number, m.shares[buffer]);
         load_key_rows<D>(shared_address(m.keys[buffer]), a.k_proxy, block.key_row, block.keys,
@@ -65,14 +68,20 @@ __device__ __forceinline__ void produce(const student_parameters<T> &a, student_
 
         for (int32_t t = 0; t < tiles_of(s); t++, tile++) {
             const int32_t first = t * tile_tokens % batch_tokens;
-            if (first == 0) find_tokens<false>(w, s, block, t * tile_tokens, m.batch);
+            if (first == 0) find_tokens<D / 8, false, true, true>(w, s, block, t * tile_tokens, next, m.batch);
+            const bool whole = m.batch.whole_tile(first);
             tile_rows_of_thread<D / 8> rows;
             rows.read(m.batch.row + first);
             const int stage = tile % student_stages;
             const uint32_t full = shared_address(&m.full[stage]);
             barrier_wait(shared_address(&m.empty[stage]), (tile / student_stages + 1) & 1);
-            load_token_rows<D>(shared_address(m.rows[stage]), rows, a.q_proxy, s.proxy_head);
-            barrier_arrive_after_copies(full);
+            if (whole) {
+                load_whole_rows<D>(shared_address(m.rows[stage]), &a.q_map, full, s.proxy_head,
+                                   int32_t(s.begin) + t * tile_tokens);
+            } else {
+                load_token_rows<D>(shared_address(m.rows[stage]), rows, a.q_proxy, s.proxy_head);
+                barrier_arrive_after_copies(full);
+            }
             if (tid < tile_tokens) {
                 keep_tile(m.batch, first, m.tokens[stage]);
                 barrier_arrive(full);
@@ -219,28 +228,40 @@ __global__ void __launch_bounds__(student_threads, 1) student_kernel(const __gri
     wait_for_grid_before();
 }
 
-/* ---- The places of a row, added up: a thread a (proxy head, row). ---- */
+/* ---- The places of a row of proxy head blockIdx.y, added up by eight lanes. ---- */
 
-constexpr int sum_threads = 256;
+constexpr int sum_threads = 256, sum_lanes = 8;
+
+template <typename F>
+__device__ __forceinline__ float over_sum_lanes(float x, F f) {
+#pragma unroll
+    for (int step = sum_lanes / 2; step > 0; step /= 2)
+        x = f(x, __shfl_xor_sync(0xffffffffu, x, step));
+    return x;
+}
 
 __global__ void __launch_bounds__(sum_threads) sum_places(const __grid_constant__ proxy_work w, bool first) {
     allow_next_grid();
     wait_for_grid_before();
-    const int64_t i = int64_t(blockIdx.x) * sum_threads + threadIdx.x, rows = w.row_end - w.row_begin;
-    if (i >= rows * w.proxy_heads) return;
-    const int32_t proxy_head = static_cast<int32_t>(i / rows), row = w.row_begin + static_cast<int32_t>(i % rows);
-    const float *numbers = w.numbers + i * w.places;
-    const int32_t count = w.places_of(proxy_head, row);
+    const int64_t number = (int64_t(blockIdx.x) * sum_threads + threadIdx.x) / sum_lanes;
+    const bool there = number < w.row_end - w.row_begin; /* whole warps stay */
+    const int32_t proxy_head = blockIdx.y, row = there ? w.row_begin + static_cast<int32_t>(number) : w.row_end - 1;
+    const float *numbers = w.numbers + w.row_number(proxy_head, row) * w.places;
+    const int32_t lane = threadIdx.x % sum_lanes, count = w.places_of(proxy_head, row);
     float &lse = w.student_lse[int64_t(proxy_head) * w.total_q + row];
-    float most = first ? -INFINITY : lse;
-    const float before = most;
-    for (int32_t p = 0; p < count; p++)
+    const float before = first ? -INFINITY : lse;
+    float most = -INFINITY;
+#pragma unroll 4
+    for (int32_t p = lane; p < count; p += sum_lanes)
         most = fmaxf(most, numbers[p]);
+    most = fmaxf(before, over_sum_lanes(most, [](float x, float y) { return fmaxf(x, y); }));
     if (most == -INFINITY) most = 0;
-    float sum = exp2f(before - most);
-    for (int32_t p = 0; p < count; p++)
+    float sum = 0;
+#pragma unroll 4
+    for (int32_t p = lane; p < count; p += sum_lanes)
         sum += exp2f(numbers[p] - most);
-    lse = most + log2f(sum);
+    sum = exp2f(before - most) + over_sum_lanes(sum, [](float x, float y) { return x + y; });
+    if (lane == 0 && there) lse = most + log2f(sum);
 }
 
 template <typename T, int D>
@@ -253,6 +274,7 @@ static fmsa_status launch_student(const fmsa_problem *problem, const fmsa_tensor
     p.k_proxy = view<const T>(t->k_proxy);
     p.proxy_heads_per_key_head = c->num_proxy_heads / c->num_proxy_kv_heads;
     p.scale_log2 = static_cast<float>(c->proxy_scale * log2_e);
+    if (w.places > 0 && is_dense(problem)) FMSA_TRY(map_token_rows(problem, t->q_proxy, &p.q_map));
     unsigned blocks;
     FMSA_TRY(multiprocessors(&blocks));
     return launch_as(close, "student LSE", student_kernel<T, D>, dim3(blocks), student_threads,
@@ -267,9 +289,8 @@ fmsa_status student_lse(const fmsa_problem *problem, const fmsa_tensors *tensors
                 return launch_student<decltype(type), decltype(dim)::value>(problem, tensors, w, close, stream);
             }));
     }
-    const int64_t rows = int64_t(w.row_end - w.row_begin) * w.proxy_heads;
-    return launch_close("sum of places", sum_places, dim3(fmsa_cuda_grid(rows, sum_threads)), sum_threads, 0, stream, w,
-                        first);
+    const dim3 grid(fmsa_cuda_grid(int64_t(w.row_end - w.row_begin) * sum_lanes, sum_threads), w.proxy_heads);
+    return launch_close("sum of places", sum_places, grid, sum_threads, 0, stream, w, first);
 }
 
 } // namespace fmsa::proxy

@@ -82,10 +82,11 @@ struct row_producer {
             for (int p = 0; p < pairs; p++) {
                 const uint32_t full = shared_address(&m.full[p][stage.index]);
                 barrier_wait(shared_address(&m.empty[p][stage.index]), stage.phase ^ 1);
+                pin(rows[p].number); /* There are no registers to keep what follows from them for all heads. */
                 load_token_rows<D>(shared_address(m.rows[p][stage.index]), rows[p], a.q, head);
                 if (tid < tile_tokens) {
                     if (h == 0) keep_tile(m.batch, first + p * tile_tokens, m.tokens[p][tile_pair % token_places]);
-                    const int32_t row = m.batch.row[first + p * tile_tokens + tid];
+                    const int32_t row = m.batch.row[first + p * tile_tokens + tile_rows_of_thread<D / 8>::slot(tid)];
                     cp_async_4(shared_address(&m.lse[p][stage.index][tid]), a.lse.at(max(row, 0), head), row >= 0);
                     barrier_arrive(full);
                 }
@@ -115,7 +116,11 @@ struct row_producer {
             buffer.advance();
             held_head = -1;
             for (int32_t i = 0; i < s.count; i += pairs * tile_tokens) {
-                if (i % batch_tokens == 0) find_tokens<false>(w, s, block, i, m.batch);
+                if (i % batch_tokens == 0) {
+                    next_tokens next;
+                    next.ask(w, s, i);
+                    find_tokens<D / 8, false, false, false>(w, s, block, i, next, m.batch);
+                }
                 load_tiles(block, s.proxy_head, i % batch_tokens);
             }
         }

@@ -206,6 +206,33 @@ def least_scratch(p):
     return least
 
 
+@pytest.mark.parametrize("flags", [0, DETERMINISTIC])
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_calls_that_follow_each_other(dtype, dense, flags):
+    """Kernels that start early keep their order in a graph, among chunks, and behind a call with the same memory."""
+    p = Problem((16, 2, 4, 1), documents([900, 1, 300]), dtype, top_k=4, dense=dense, flags=flags)
+    x = make_inputs(p, seed=50)
+    forward = ready(p, x)
+    p.scratch_limit = least_scratch(p) + (2 << 20)
+    call = Call(p, {**x, "out": forward.outputs["out"], "lse": forward.outputs["lse"]})
+    if not dense:
+        call.inputs["block_indices"] = forward.outputs["block_indices"]
+        call.schedule()
+    prepared = call.prepare(BACKWARD_WITH_PROXY, MAIN + PROXY)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            call.enqueue(BACKWARD_WITH_PROXY, prepared)
+    for name in MAIN + PROXY:
+        call.buffers[name].poison()
+    for _ in range(2):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert all(buffer.intact() for buffer in call.buffers.values())
+    check(p, x, call, MAIN + PROXY)
+
+
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("heads", [(64, 4, 4, 1), (16, 1, 4, 1), (32, 8, 2, 1)])
 def test_same_bits(heads, dense):
