@@ -12,14 +12,15 @@
  * of its largest element. dk_proxy is added in fp32, once a share. The thread block that is done last adds up the KL
  * value.
  *
- * Barriers: full[stage] from the producer's 128 threads or their copies and 64 token writers to warpgroups 1 and 2 (and
- * through them to 3), empty[stage] back from the 4 warps of warpgroup 3, which uses the tile last; teacher_full and
- * teacher_empty the same for teacher rows; ds_full, for these too, from the 4 warps that made dS of them to warpgroup
- * 3; key_full and key_empty for a share's keys, with all 12. The tokens' data has eight
- * places: no more than four tiles are under way. Registers: producer 72, warpgroups 1 and 2 104 (S 32, dS 16),
- * warpgroup 3 232 (dk_proxy 128, dq_proxy 64). Shared memory (Dp = 128): keys 64 KB, four stages of 64 rows 64 KB,
- * five of teacher rows and dS 80 KB, tokens 18 KB. Floor: 6 * 128 * Dp FLOPs a (row, place): 1,536 clocks a tile at
- * Dp = 128; its operands pass shared memory in about 1,900; 512 B of memory. */
+ * Barriers: full[stage] from the producer's 128 threads or their copies and 64 token writers to warpgroups 1 and 2
+ * (and through them to 3), empty[stage] back from the 4 warps of warpgroup 3, which uses the tile last; teacher_full
+ * and teacher_empty the same for teacher rows; ds_full, for these too, from the 4 warps that made dS of them to
+ * warpgroup 3; key_full and key_empty for a share's keys, with all 12. The tokens' data has eight places: no more
+ * than four tiles are under way. Registers: producer 72, warpgroups 1 and 2 104 (S 32, dS 16), warpgroup 3 232
+ * (dk_proxy 128, dq_proxy 64). Shared memory (Dp = 128): keys 64 KB, four stages of 64 rows 64 KB, five of teacher
+ * rows and dS 80 KB, tokens 18 KB. Floor: 6 * 128 * Dp FLOPs a (row, place): 1,536 clocks a tile at Dp = 128; its
+ * operands pass shared memory in about 1,900; 256 B of memory a (row, place), 512 with terms. Measured on an H200,
+ * 16/2/4/1 heads, 16,384 tokens, k = 16: 3,590 clocks a tile, 0.27 ms. */
 #include "sm90_proxy.cuh"
 
 namespace fmsa::proxy {
