@@ -103,7 +103,12 @@ enum {
     /* Write dk, dv and dk_proxy as fp32 whatever dtype is, for callers that sum them over ranks. Not with FP64. */
     FMSA_FLAG_FP32_KV_GRADS = 1 << 3,
     /* On CUDA, use the portable kernels even where the card has faster ones: to compare the two. */
-    FMSA_FLAG_PORTABLE = 1 << 4
+    FMSA_FLAG_PORTABLE = 1 << 4,
+    /* In the sparse forward of sm_90, which treats a block query-outer for a tile of neighbouring tokens where many of
+     * them chose it and key-outer elsewhere, take one of the two ways alone (but for each token's own block): to
+     * measure what the other adds. Not both; ignored elsewhere. */
+    FMSA_FLAG_KEY_OUTER = 1 << 5,
+    FMSA_FLAG_QUERY_OUTER = 1 << 6
 };
 
 /* A view of [rows, heads, dim]: element (row, head, i) is data[row * row_stride + head * head_stride + i]. The last

@@ -74,11 +74,14 @@ static fmsa_status check_choices(const fmsa_config *c) {
     TRY(check_range("dtype", c->dtype, FMSA_DTYPE_BF16, FMSA_DTYPE_FP64));
     TRY(check_range("mode", c->mode, FMSA_MODE_SPARSE, FMSA_MODE_DENSE));
     const uint32_t known_flags = FMSA_FLAG_DETERMINISTIC | FMSA_FLAG_SELECT_FP8 | FMSA_FLAG_CHECK_FRAGMENTS |
-                                 FMSA_FLAG_FP32_KV_GRADS | FMSA_FLAG_PORTABLE;
+                                 FMSA_FLAG_FP32_KV_GRADS | FMSA_FLAG_PORTABLE | FMSA_FLAG_KEY_OUTER |
+                                 FMSA_FLAG_QUERY_OUTER;
     if (c->flags & ~known_flags) {
         return fmsa_fail(FMSA_ERROR_ARGUMENT, "flags is 0x%x; only the bits 0x%x have a meaning", c->flags,
                          known_flags);
     }
+    if ((c->flags & FMSA_FLAG_KEY_OUTER) && (c->flags & FMSA_FLAG_QUERY_OUTER))
+        return fmsa_fail(FMSA_ERROR_ARGUMENT, "flags has both FMSA_FLAG_KEY_OUTER and FMSA_FLAG_QUERY_OUTER");
     if (c->dtype == FMSA_DTYPE_FP64 && (c->flags & FMSA_FLAG_FP32_KV_GRADS)) {
         return fmsa_fail(FMSA_ERROR_ARGUMENT,
                          "flags has FMSA_FLAG_FP32_KV_GRADS and dtype is FMSA_DTYPE_FP64; the flag goes with the other "

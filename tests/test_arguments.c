@@ -61,6 +61,7 @@ SPOIL(spoil_num_threads, c->num_threads = -1;)
 SPOIL(spoil_dtype, c->dtype = (fmsa_dtype)4;)
 SPOIL(spoil_mode, c->mode = (fmsa_mode)2;)
 SPOIL(spoil_flags, c->flags = 0x400;)
+SPOIL(spoil_both_ways, c->flags = FMSA_FLAG_KEY_OUTER | FMSA_FLAG_QUERY_OUTER;)
 SPOIL(spoil_fp64_flag, c->flags = FMSA_FLAG_FP32_KV_GRADS; c->dtype = FMSA_DTYPE_FP64;)
 SPOIL(spoil_num_heads, c->num_heads = 0;)
 SPOIL(spoil_num_kv_heads, c->num_kv_heads = -4;)
@@ -101,6 +102,7 @@ static const bad_config bad_configs[] = {
     {"dtype", "4", spoil_dtype},
     {"mode", "2", spoil_mode},
     {"flags", "0x400", spoil_flags},
+    {"FMSA_FLAG_KEY_OUTER", "FMSA_FLAG_QUERY_OUTER", spoil_both_ways},
     {"FMSA_FLAG_FP32_KV_GRADS", "FMSA_DTYPE_FP64", spoil_fp64_flag},
     {"num_heads", "0", spoil_num_heads},
     {"num_kv_heads", "-4", spoil_num_kv_heads},

@@ -36,6 +36,8 @@ layout make_layout(const fmsa_problem *problem) {
     /* A step of the query-outer kernel costs the same for few tokens and for many, an edge of the key-outer kernel its
      * share of a step and the way of a partial result to memory and back: about as much where 5 of 8 take part. */
     l.popular = (5 * l.shape.tokens + 7) / 8;
+    if (c.flags & FMSA_FLAG_QUERY_OUTER) l.popular = 1;
+    if (c.flags & FMSA_FLAG_KEY_OUTER) l.popular = l.shape.tokens + 1;
     /* Blocks that so many chose, or in a short tile blocks that all chose, and the local one. */
     const int32_t shared = l.shape.tokens * problem->slots / l.popular;
     l.room = (shared > problem->slots ? shared : problem->slots) + 1;

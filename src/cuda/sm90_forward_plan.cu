@@ -38,7 +38,7 @@ struct plan_parameters {
     /* Sparse mode. */
     int32_t proxy_heads, slots;
     int32_t slot_shift; /* of the least power of two that is not less than slots, at most 5 */
-    int32_t popular;    /* tokens of a tile that must choose a block */
+    int32_t popular; /* tokens of a tile that must choose a block: all of a short tile; more than a tile has: never */
     int64_t total_q;
     const int32_t *row_block;
     int32_t *edge_cell;
@@ -156,7 +156,7 @@ __device__ __forceinline__ void split_tile(const plan_parameters &a, const tile 
     const int32_t *const blocks = a.row_block + (proxy_head * a.total_q + t.first_row) * a.slots;
     int32_t *const cells =
         a.edge_cell + (int64_t(proxy_head) * (a.row_end - a.row_begin) + t.first_row - a.row_begin) * a.slots;
-    const int32_t local = t.local_block(), needed = min(a.popular, t.rows);
+    const int32_t local = t.local_block(), needed = a.popular > a.shape.tokens ? a.popular : min(a.popular, t.rows);
     const auto block_of = [&](int32_t token, int32_t slot) {
         return token < t.rows && slot < a.slots ? __ldg(blocks + token * a.slots + slot) - t.first_block : -1;
     };

@@ -8,7 +8,7 @@ import json
 import pathlib
 
 import torch
-from fmsa import FORWARD, SCHEDULE, SELECT
+from fmsa import FORWARD, KEY_OUTER, QUERY_OUTER, SCHEDULE, SELECT
 from measure import GEMM_FLOP, M3, SMALL, Steps, dense_tasks, gemm_task, steady
 
 KINDS = ("random", "agree32", "recent", "trained")
@@ -41,6 +41,23 @@ def bench_sparse_forward(figures, label, heads, tokens, sets, rounds=3):
     figures[f"forward.over_cudnn.{label}"] = (ms["dense"] / ms["whole"], "x", how)
 
 
+def bench_one_way_alone(figures, label, heads, tokens, sets, rounds=2):
+    """What the split adds: every block key-outer, and every block query-outer, over both together."""
+    ways = {"": 0, "key_outer": KEY_OUTER, "query_outer": QUERY_OUTER}
+    for kind in KINDS:
+        tasks = {}
+        for way, flag in ways.items():
+            steps = Steps(heads, tokens, sets, kind, SPARSE, flags=flag)
+            tasks[way] = steps.task(FORWARD)
+        ms = steady(tasks, rounds)
+        for way in ways:
+            if way:
+                how = f"time of every block {way.replace('_', '-')} over ours; {shape_of(heads, tokens)}, {kind}"
+                figures[f"forward.{kind}.over_{way}.{label}"] = (ms[way] / ms[""], "x", how)
+        del steps, tasks
+        torch.cuda.empty_cache()
+
+
 def bench_dense_forward(figures, label, heads, tokens, sets, rounds=3):
     steps = Steps(heads, tokens, sets, operations=(FORWARD,), dense=True)
     cudnn, _ = dense_tasks(heads[0], heads[1], tokens, 128, sets)
@@ -71,6 +88,7 @@ def measure_forward(figures):
     torch.cuda.empty_cache()
     bench_sparse_forward(figures, "m3.64k", M3, 65536, 1)
     torch.cuda.empty_cache()
+    bench_one_way_alone(figures, "m3.64k", M3, 65536, 1)
     bench_sparse_forward(figures, "flashmsa_case.16k", SMALL, 16384, 4)
     torch.cuda.empty_cache()
     bench_dense_forward(figures, "m3.8k", M3, 8192, 4)

@@ -16,7 +16,7 @@ from flashmsa._library import RUN, Config, Tensors, TensorView, lib  # noqa: E40
 
 OK, ARGUMENT, UNSUPPORTED, WORKSPACE, DEVICE, CUDA_ERROR = range(6)
 SELECT, SCHEDULE, FORWARD, PROXY_LOSS, BACKWARD, BACKWARD_WITH_PROXY = range(6)
-DETERMINISTIC, SELECT_FP8, CHECK_FRAGMENTS, FP32_KV_GRADS, PORTABLE = 1, 2, 4, 8, 16
+DETERMINISTIC, SELECT_FP8, CHECK_FRAGMENTS, FP32_KV_GRADS, PORTABLE, KEY_OUTER, QUERY_OUTER = 1, 2, 4, 8, 16, 32, 64
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float64: 3}
 GUARD = 4096  # bytes before and behind every buffer
 POISON = 0xFF  # NaN in every floating-point type, -1 in every integer

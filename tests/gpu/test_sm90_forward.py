@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from fmsa import FORWARD, PORTABLE, WORKSPACE, Call, Failure, Problem, documents, make_inputs
+from fmsa import FORWARD, KEY_OUTER, PORTABLE, QUERY_OUTER, WORKSPACE, Call, Failure, Problem, documents, make_inputs
 from measure import selection
 from reference import compare
 
@@ -160,6 +160,17 @@ def test_selections(heads, kind):
     p = Problem(heads, documents([2500]), top_k=8)
     x = make_inputs(p, seed=6)
     x["block_indices"] = selection(kind, heads[2], 2500, 8)
+    check(p, x)
+
+
+@pytest.mark.parametrize("flag", [KEY_OUTER, QUERY_OUTER])
+@pytest.mark.parametrize("kind", ["random", "agree32", "trained"])
+@pytest.mark.parametrize("heads", [M3, (16, 2, 4, 1), (12, 4, 4, 2), (1, 1, 1, 1)])
+def test_one_way_alone(heads, kind, flag):
+    """The query-outer way needs more room, the key-outer way has no popular block but each token's own."""
+    p = Problem(heads, documents([700, 3, 341]), top_k=4, flags=flag)
+    x = make_inputs(p, seed=19)
+    x["block_indices"] = torch.cat([selection(kind, heads[2], n, 4) for n in (700, 3, 341)], 1)
     check(p, x)
 
 
