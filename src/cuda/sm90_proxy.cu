@@ -165,12 +165,18 @@ static bool is_last(const fmsa_problem *problem, const fmsa_sm90_proxy_group &gr
     return !is_dense(problem) || group.first_block + group.places >= problem->max_fragment_blocks;
 }
 
+/* Whether counting must wait for the kernel before. A chunk's last kernel lets nothing begin where it sums dq_proxy;
+ * else it is the gradient kernel, which does, and whose scratch may lie where this chunk's counts go. */
+static bool counts_late(const fmsa_tensors *t) {
+    return t->dq_proxy.data == nullptr;
+}
+
 /* Over all places of the group's rows: group by group, all in the same memory. */
 static fmsa_status find_student_lse(const fmsa_problem *problem, const fmsa_tensors *t, const fmsa_sm90_proxy &proxy,
                                     fmsa_sm90_proxy_group group, void *memory, int32_t planes, cudaStream_t stream) {
     for (; group.first_block < problem->max_fragment_blocks; group.first_block += group.places) {
         const group_memory g = take_group(problem, proxy, group, memory, planes, false);
-        FMSA_TRY(find_shares(g.work, stream));
+        FMSA_TRY(find_shares(g.work, counts_late(t), stream));
         FMSA_TRY(student_lse(problem, t, g.work, is_first(group), false, stream));
     }
     return FMSA_OK;
@@ -185,7 +191,7 @@ static fmsa_status prepare_group(const fmsa_problem *problem, const fmsa_tensors
         FMSA_TRY(find_student_lse(problem, t, proxy, group, memory, planes, stream));
     const group_memory g = take_group(problem, proxy, group, memory, planes, false);
     if (g.work.dq_sums != nullptr && t->dq_proxy.data != nullptr) FMSA_TRY(clear_dq_sums(g.work, stream));
-    return count_shares(g.work, stream);
+    return count_shares(g.work, counts_late(t), stream);
 }
 
 static fmsa_status list_group(const fmsa_problem *problem, const fmsa_tensors *t, const fmsa_sm90_proxy &proxy,
@@ -223,7 +229,7 @@ static fmsa_status run_alone(const fmsa_problem *problem, const fmsa_tensors *t,
                              const fmsa_sm90_proxy_group &group, void *memory, cudaStream_t stream) {
     if (has_places(problem, group)) {
         const group_memory g = take_group(problem, proxy, group, memory, 1, true);
-        FMSA_TRY(find_shares(g.work, stream));
+        FMSA_TRY(find_shares(g.work, counts_late(t), stream));
         FMSA_TRY(make_teacher(problem, t, g.work, stream));
     }
     FMSA_TRY(prepare_group(problem, t, proxy, group, memory, 1, stream));

@@ -408,13 +408,14 @@ group_memory take_group(const fmsa_problem *problem, const fmsa_sm90_proxy &prox
 /* Dense mode: a tile's rows of one proxy head, 64 columns at a time, as load_token_rows() leaves them. */
 fmsa_status map_token_rows(const fmsa_problem *problem, const fmsa_tensor &q_proxy, CUtensorMap *map);
 
-/* Finds the shares of the group and sets the tickets to 0: counts them, which needs nothing but the schedule and may
- * run beside the kernel before it, then lists them. wait_first: whether the listing follows the counting directly;
- * otherwise it may run beside the kernel before it, which has waited for the counting before it let the next one begin.
- */
-fmsa_status count_shares(const proxy_work &w, cudaStream_t stream);
+/* Finds the shares of the group and sets the tickets to 0: counts them, which needs nothing but the schedule, then
+ * lists them. wait_first: whether a kernel waits for the one before it. Counting must where that one may use memory
+ * that the counts go to; listing must where it follows the counting directly, and otherwise may run beside a kernel
+ * that has waited for the counting before it let the next one begin. find_shares() does both; wait_first is the
+ * counting's. */
+fmsa_status count_shares(const proxy_work &w, bool wait_first, cudaStream_t stream);
 fmsa_status list_shares(const proxy_work &w, bool wait_first, cudaStream_t stream);
-fmsa_status find_shares(const proxy_work &w, cudaStream_t stream);
+fmsa_status find_shares(const proxy_work &w, bool wait_first, cudaStream_t stream);
 
 /* Beside the kernel before it, which is none that uses the sums. */
 fmsa_status clear_dq_sums(const proxy_work &w, cudaStream_t stream);

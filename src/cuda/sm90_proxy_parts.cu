@@ -89,16 +89,16 @@ static fmsa_status launch_find(const proxy_work &w, bool counting, bool wait_fir
                         stream, w, counting, wait_first);
 }
 
-fmsa_status count_shares(const proxy_work &w, cudaStream_t stream) {
-    return launch_find(w, true, false, stream);
+fmsa_status count_shares(const proxy_work &w, bool wait_first, cudaStream_t stream) {
+    return launch_find(w, true, wait_first, stream);
 }
 
 fmsa_status list_shares(const proxy_work &w, bool wait_first, cudaStream_t stream) {
     return launch_find(w, false, wait_first, stream);
 }
 
-fmsa_status find_shares(const proxy_work &w, cudaStream_t stream) {
-    FMSA_TRY(count_shares(w, stream));
+fmsa_status find_shares(const proxy_work &w, bool wait_first, cudaStream_t stream) {
+    FMSA_TRY(count_shares(w, wait_first, stream));
     return list_shares(w, true, stream);
 }
 

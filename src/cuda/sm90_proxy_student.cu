@@ -17,7 +17,10 @@
 
 namespace fmsa::proxy {
 
-constexpr int student_threads = 512, consumers = 3, key_buffers = 2, student_stages = 8;
+constexpr int student_threads = 512, consumers = 3, key_buffers = 2;
+/* A multiple of the warpgroups that take tiles in turns, so that a stage is always the same one's: it has seen the fill
+ * before, and its wait for a parity cannot take that one's for the next. */
+constexpr int student_stages = 2 * consumers;
 
 template <typename T>
 struct student_parameters {

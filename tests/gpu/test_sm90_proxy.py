@@ -4,6 +4,7 @@ and from the teacher that the Hopper backward leaves."""
 import pytest
 import torch
 from fmsa import (
+    BACKWARD_WITH_PROXY,
     DETERMINISTIC,
     FORWARD,
     FP32_KV_GRADS,
@@ -180,6 +181,26 @@ def test_little_scratch(dense):
         assert sizes[-1] <= size
         compare(p, x, indices, {name: call.outputs[name] for name in PROXY})
     assert len(set(sizes)) >= 3, sizes
+
+
+@pytest.mark.parametrize("outputs", [["kl"], ["dk_proxy"], ["kl", "dk_proxy"]])
+@pytest.mark.parametrize("dense", [False, True])
+def test_chunks_without_dq_proxy(dense, outputs):
+    """Nothing then stands between a chunk's gradients and the next chunk's shares, whose memory lies elsewhere where the
+    chunk is smaller."""
+    p = Problem((16, 2, 4, 1), documents([5000, 1700]), BF16, top_k=4, dense=dense)
+    call = ready(p, make_inputs(p, seed=44))
+    call.proxy_loss()
+    want = {name: call.outputs[name].double().clone() for name in outputs}
+    for operation, wanted in ((PROXY_LOSS, outputs), (BACKWARD_WITH_PROXY, [*outputs, "dk"])):
+        p.scratch_limit = 0
+        size = len(call.prepare(operation, wanted)[2].bytes)
+        for part in (3 / 4, 9 / 16):
+            p.scratch_limit = int(size * part)
+            for _ in range(4):
+                call.run(operation, wanted)
+                for name, x in want.items():
+                    assert (call.outputs[name].double() - x).norm() < 1e-3 * x.norm(), (operation, part, name)
 
 
 def test_agrees_with_portable():
