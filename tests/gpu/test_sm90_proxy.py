@@ -186,7 +186,7 @@ def test_little_scratch(dense):
 @pytest.mark.parametrize("outputs", [["kl"], ["dk_proxy"], ["kl", "dk_proxy"]])
 @pytest.mark.parametrize("dense", [False, True])
 def test_chunks_without_dq_proxy(dense, outputs):
-    """Nothing then stands between a chunk's gradients and the next chunk's shares, whose memory lies elsewhere where the
+    """Nothing then stands between a chunk's gradients and the next chunk's shares, whose memory lies elsewhere if the
     chunk is smaller."""
     p = Problem((16, 2, 4, 1), documents([5000, 1700]), BF16, top_k=4, dense=dense)
     call = ready(p, make_inputs(p, seed=44))
