@@ -30,8 +30,8 @@
  *
  * Floor: 2,560 clocks of the tensor cores a tile at D = 128. What limits it is power: at full load the card lowers its
  * clock. Measured on an H200, bf16, D = 128, 64/4/4/1 heads, k = 16, 65,536 tokens, in steady state and one run (cuBLAS
- * 658 to 669 TFLOP/s): the whole pass 21.6 ms with a random selection, 485 TFLOP/s, 0.74 of cuBLAS; 20.8 ms with the
- * newest 16 blocks, 505 TFLOP/s, 0.76. This kernel alone, random, in a short run at higher clocks: 17.5 ms. */
+ * 680 TFLOP/s): the whole pass 21.5 ms with a random selection, 489 TFLOP/s, 0.72 of cuBLAS; 20.6 ms with the newest 16
+ * blocks, 510 TFLOP/s, 0.75. */
 #ifndef FMSA_CUDA_SM90_BACKWARD_KERNEL_CUH
 #define FMSA_CUDA_SM90_BACKWARD_KERNEL_CUH
 

@@ -10,7 +10,7 @@
  * the tiles in turn, so that the exponentials of two run beside the product of the third. Barriers: full[stage] from
  * the producer's 128 threads or their copies and 64 token writers to the tile's warpgroup, empty[stage] back from
  * its 4 warps; key_full and key_empty the same for a share, with all 12 warps. Registers: 128 a thread; S takes 64.
- * Shared memory (Dp = 128): keys 64 KB, stages 96 KB, tokens 12 KB. Floor: 2 * 128 * Dp FLOPs and 128 exponentials
+ * Shared memory (Dp = 128): keys 64 KB, stages 96 KB, tokens 16 KB. Floor: 2 * 128 * Dp FLOPs and 128 exponentials
  * a (row, place): both 1,024 clocks for 128 of them at Dp = 128. Measured on an H200, 16/2/4/1 heads, 16,384 tokens,
  * k = 16: 1,420 clocks a tile of 64, 0.10 ms. */
 #include "sm90_proxy.cuh"
