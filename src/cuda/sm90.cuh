@@ -73,20 +73,6 @@ __device__ __forceinline__ void allow_next_grid() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-/* ---- Copies from global to shared memory by cp.async. ---- */
-
-/* As cp_async_16(), in fewer instructions: a predicate, not a number of bytes, says that the source is absent, and any
- * address will do then. */
-__device__ __forceinline__ void cp_async_16_unless(bool absent, uint32_t destination, const void *source) {
-    asm volatile("{\n\t"
-                 ".reg .pred absent;\n\t"
-                 "setp.ne.u32 absent, %2, 0;\n\t"
-                 "cp.async.cg.shared.global [%0], [%1], 16, absent;\n\t"
-                 "}" ::"r"(destination),
-                 "l"(source), "r"(uint32_t(absent))
-                 : "memory");
-}
-
 /* ---- Copies by the TMA. One thread issues them. ---- */
 
 /* Orders this thread's ordinary accesses to shared memory before later ones by the TMA and wgmma. */
