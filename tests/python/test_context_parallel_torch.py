@@ -15,6 +15,7 @@ from conftest import DEVICES
 from ranks import Failed
 from test_context_parallel import BLOCK, DIM, NAMES, TOP_K, Case, losses, needs, spread, two_documents
 
+from flashmsa._cp_exchange import Route, arrive, depart
 from flashmsa.context_parallel import ContextParallel, attention
 from flashmsa.module import MSAttention
 
@@ -65,14 +66,37 @@ def test_compile_sees_the_collectives(ranks):
             torch.testing.assert_close(x, y, rtol=0, atol=0)
         steps = [[name.split(".")[1] for name in graph if "c10d" in name or "flashmsa" in name] for graph in graphs]
         # Proxy keys are waited for alone; the selection runs while keys and values travel.
+        gather = "all_to_all_single" if ranks.device == "cpu" else "all_gather_into_tensor"
         assert steps[0] == [
-            *["all_gather_into_tensor"] * 3, "wait_tensor", "select", "wait_tensor", "wait_tensor", "schedule",
+            *[gather] * 3, "wait_tensor", "select", "wait_tensor", "wait_tensor", "schedule",
             "attention",
         ]  # fmt: skip
         assert steps[1] == [
-            *["all_gather_into_tensor"] * 3, *["wait_tensor"] * 3, "backward_with_proxy",
+            *[gather] * 3, *["wait_tensor"] * 3, "backward_with_proxy",
             *["reduce_scatter_tensor"] * 3, *["wait_tensor"] * 3,
         ]  # fmt: skip
+
+
+def many_trips(group, rows: int, trips: int, at_once: int):
+    """Rows leave again and again while others are on their way; how often they came back as another rank's."""
+    world, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
+    x = torch.full((rows, 1, 4), float(rank))
+    route = Route(rows, rows, world * rows, world, group.group_name)
+    order = torch.arange(world * rows)
+    wanted = order.div(rows, rounding_mode="floor").float()[:, None, None].expand(-1, 1, 4)
+    wrong = 0
+    for _ in range(trips):
+        pending = [depart(x, route) for _ in range(at_once)]
+        wrong += sum(not torch.equal(arrive(p, x, order, route), wanted) for p in pending)
+    return wrong
+
+
+def test_many_exchanges_at_once(ranks):
+    """PyTorch's all_gather_into_tensor over gloo corrupts the heap here in five of six runs: see `_start_gather`."""
+    needs(ranks, 2)
+    if ranks.device != "cpu":
+        pytest.skip("gloo alone has threads")
+    assert ranks.all(2, many_trips, 8, 2000, 6) == [0, 0]
 
 
 # ---- Other dimensions of a mesh -----------------------------------------------------------------------------------
